@@ -31,7 +31,7 @@ _NCCL = "libnccl.so.2"
 def nccl_version() -> tuple[int, ...]:
     """Return the version of the NCCL that this process has loaded with torch; no device is touched.
 
-    `torch.cuda.nccl.version()` is the one that torch was compiled with. Another may have been installed since.
+    `torch.cuda.nccl.version()` is the one that torch was compiled with. Another may be installed since.
     """
     try:
         loaded = ctypes.CDLL(_NCCL, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

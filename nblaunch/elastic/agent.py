@@ -63,11 +63,11 @@ class RankAgent(LocalElasticAgent):
         arguments: Callable[[int], tuple[Any, ...]],
         events: AgentEvents,
         server: Server,
-        waiting: Callable[[], None] | None = None,
+        waiting: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare an agent; `arguments(attempt)` are those of `run_rank`, `server` forks the ranks.
 
-        With `waiting` the runtime decides each rendezvous: the agent calls it, and then waits for `meet`.
+        Where the runtime decides each rendezvous, the agent calls `waiting`, and then waits for `meet`.
         """
         wanted = settings.processes
         self.settings = settings
@@ -75,7 +75,9 @@ class RankAgent(LocalElasticAgent):
         self._events = events
         self._server = server
         self._stop = threading.Event()
-        self._directed = None if waiting is None else DirectedRendezvous(settings.run_id, waiting, self._stop)
+        self._directed = (
+            DirectedRendezvous(settings.run_id, waiting, self._stop) if settings.directed else None
+        )
         self.rendezvous = self._directed or rendezvous.make_rendezvous(settings, self._stop)
         self._kept_logs = KeptLogs(wanted.logs_specs, os.fspath(settings.log_dir))
         self._stream = EventStream(wanted.event_log_handler, events.recorded)
@@ -99,7 +101,7 @@ class RankAgent(LocalElasticAgent):
         self._restart = threading.Event()
         self._rejoin = threading.Event()
         self._ordered = threading.Event()
-        """Set once a node that follows knows how its attempt goes on."""
+        """Set once a node that follows torch's rendezvous knows how its attempt goes on."""
         self._follows = settings.rdzv is not None and not settings.rdzv.hosting
         self._waker = Waker()
         self._grace_over = threading.Event()
@@ -129,8 +131,6 @@ class RankAgent(LocalElasticAgent):
     def rejoin(self) -> None:
         """Repeat the rendezvous after a membership change. The ranks are started again."""
         self._rejoin.set()
-        self._ordered.set()
-        self.rendezvous.rejoin()
         self._waker.wake()
 
     def meet(self, directed: DirectedRound) -> None:
@@ -283,7 +283,10 @@ class RankAgent(LocalElasticAgent):
                 self._waker.clear()
         self._raise_if_stopped()
         if self._rejoin.is_set():
-            return RunResult(state=WorkerState.HEALTHY)
+            # torchelastic starts the ranks again as after a failure, but here none is counted.
+            self._reason = "membership"
+            self._remaining_restarts += 1
+            return RunResult(state=WorkerState.FAILED)
         if self._restart.is_set():
             return self._failed(worker_group)
         self._stop_others()
@@ -477,7 +480,7 @@ class AgentThread:
         arguments: Callable[[int], tuple[Any, ...]],
         events: AgentEvents,
         server: Server,
-        waiting: Callable[[], None] | None = None,
+        waiting: Callable[[], None] = lambda: None,
     ) -> None:
         """Make the agent, whose ranks `server` forks; `waiting` is the agent's."""
         _quiet_torchelastic()

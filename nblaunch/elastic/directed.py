@@ -38,19 +38,13 @@ class DirectedRendezvous(RendezvousHandler):
         """Call `waiting` on the agent's thread each time that it begins to wait for a round."""
         self._run_id, self._waiting, self._stopped = run_id, waiting, stopped
         self._met = threading.Event()
-        self._rejoins = threading.Event()
         self._next: DirectedRound | None = None
         self._directed: DirectedRound | None = None
 
     def meet(self, directed: DirectedRound) -> None:
         """Complete the rendezvous with this round; from any thread."""
-        self._rejoins.clear()
         self._next = directed
         self._met.set()
-
-    def rejoin(self) -> None:
-        """Have the agent repeat the rendezvous; from any thread."""
-        self._rejoins.set()
 
     @property
     def directed(self) -> DirectedRound:
@@ -100,8 +94,8 @@ class DirectedRendezvous(RendezvousHandler):
         """Do nothing: see `is_closed`."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 after `rejoin`, else 0."""
-        return int(self._rejoins.is_set())
+        """Return 0: the runtime orders restarts."""
+        return 0
 
     def get_run_id(self) -> str:
         """Return the group's name."""

@@ -5,7 +5,7 @@
 
 The runtime is forked from the fork server, which has torch, and becomes the keeper's child when the process
 between them has ended. So a fork server that is killed takes its ranks along, and not the runtime.
-In place of a runtime there may be a node program (`nodes.program`).
+In place of a runtime there may be a node program (`nodes.host`).
 
 The keeper is the subreaper of everything below it: a child that a rank left behind, even one that started a
 session of its own, becomes the keeper's child when that rank is gone. So "no process of ours is alive" is one

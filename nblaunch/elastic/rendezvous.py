@@ -528,8 +528,7 @@ def make_rendezvous(
 ) -> LoopbackRendezvous | NodesRendezvous | StaticRendezvous | EtcdRendezvous:
     """Return the rendezvous of the settings; it gives up waiting once `stopped` is set.
 
-    Beside torch's methods, each has `rejoin` (pretend that a node waits: the agent restarts the ranks, and
-    counts no failure), and `post_attempt` and `read_attempt` for the number of an attempt, which the
+    Beside torch's methods, each has `post_attempt` and `read_attempt` for the number of an attempt, which the
     notebook's node decides. Raises `LaunchError` if the store can be neither hosted nor reached.
     """
     rdzv = settings.rdzv
@@ -561,8 +560,6 @@ def _etcd_rendezvous(
 class _Handler(DynamicRendezvousHandler):
     """torch's c10d rendezvous, whose store for the ranks listens on the node's own address only."""
 
-    _asked_to_rejoin = False
-
     def _address(self) -> str:
         return str(self._this_node.addr)
 
@@ -576,7 +573,6 @@ class _Handler(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> Any:
         """Meet, and host the ranks' store where torch would not."""
-        self._asked_to_rejoin = False
         info: Any = super().next_rendezvous()
         if info.rank == 0 and self._shared_tcp_store_server is None:
             # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks would wait for a store that nobody hosts. Users set
@@ -590,14 +586,6 @@ class _Handler(DynamicRendezvousHandler):
     def _free_port(self, announced: int) -> int:
         """Return the port for a store that torch has not made: the other nodes know the announced one."""
         return announced
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join."""
-        return 1 if self._asked_to_rejoin else int(super().num_nodes_waiting())
-
-    def rejoin(self) -> None:
-        """Pretend that a node waits."""
-        self._asked_to_rejoin = True
 
     def _forget_store(self) -> None:
         """Refer to the ranks' store no more; its server and its threads end."""
@@ -739,7 +727,7 @@ class NodesRendezvous(_Handler):
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes wait to join; 0 except for the notebook's agent, which acts for all."""
-        return super().num_nodes_waiting() if self.rdzv.hosting else int(self._asked_to_rejoin)
+        return int(super().num_nodes_waiting()) if self.rdzv.hosting else 0
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
         """Publish the number of the attempt, in the store of this round."""
@@ -781,9 +769,6 @@ class StaticRendezvous(StaticTCPRendezvous):
             self._store.delete_key(_NCCL_TIMED_OUT)
         return super().next_rendezvous()
 
-    def rejoin(self) -> None:
-        """Do nothing: its nodes never change."""
-
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
         """Publish the number of the attempt, under a name for each round: the store stays the same."""
         self._posted += 1
@@ -819,7 +804,6 @@ class EtcdRendezvous(RendezvousHandler):
         # Its logger writes each step to stderr, past the root logger. Errors are raised as well.
         logging.getLogger(create_rdzv_handler.__module__).setLevel(logging.ERROR)
         self._rdzv, self._name, self._stopped, self._entry = rdzv, name, stopped, entry
-        self._asked_to_rejoin = False
         self._server: dist.TCPStore | None = None
         conf = {key: text for key, text in rdzv.conf if key != "join_timeout"}
         if (seconds := dict(rdzv.conf).get("join_timeout")) is not None:
@@ -833,7 +817,6 @@ class EtcdRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other nodes. Raises `LaunchError` if they do not come in time."""
-        self._asked_to_rejoin = False
         self._server = None
         if self._entry is not None:
             self._entry.publish()
@@ -875,17 +858,11 @@ class EtcdRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes wait to join; 0 except for the notebook's agent, which acts for all."""
-        if self._asked_to_rejoin:
-            return 1
         return int(self._handler.num_nodes_waiting()) if self._rdzv.hosting else 0
 
     def get_run_id(self) -> str:
         """Return the name under which the nodes meet."""
         return self._name
-
-    def rejoin(self) -> None:
-        """Pretend that a node waits."""
-        self._asked_to_rejoin = True
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
         """Publish the number of the attempt, in the store of this round."""

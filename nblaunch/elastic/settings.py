@@ -69,6 +69,10 @@ class ProcessSettings:
     """`NAME=VALUE` for ranks that are new Pythons, which read some of it when they start."""
 
 
+DIRECTED = "directed"
+"""The backend of a rendezvous that the runtime decides; torch's handlers decide any other."""
+
+
 @dataclass(frozen=True, slots=True)
 class RendezvousConfig:
     """Rendezvous configuration of this node. Addresses must be reachable from the other nodes."""
@@ -112,3 +116,8 @@ class AgentSettings:
     rdzv: RendezvousConfig | None = None
     """None for a single node."""
     caller: Caller = field(default_factory=Caller)
+
+    @property
+    def directed(self) -> bool:
+        """Whether the runtime decides each rendezvous of this agent."""
+        return self.rdzv is not None and self.rdzv.backend == DIRECTED

@@ -33,7 +33,7 @@ An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
       agent restarts all ranks; also after a job that succeeded, where ranks have called unlike numbers
 
 A group knows ranks that run elsewhere only as its `Peers`, a protocol in `group`. What makes groups gives
-them the function that connects these (`runtime.launch` gives `nodes.members.connect_peers`).
+them the function that connects these (`runtime.launch` gives `nodes.fleet.NodeFleet.connect`).
 
 Invariants:
   * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.

@@ -1,8 +1,9 @@
 """The nodes of a session, or of a run: an allocation, their connections, and the groups that they serve.
 
-All agents of such a group are on nodes. To the group, the fleet is both its `Peers` and its `Agent`; the
-director decides which nodes meet, and when. The hub's thread does everything, except `connect`, `close` and
-the orders of a group's agent, which any thread may call.
+If an engine places them, all agents of a group are on nodes. To the group, the fleet is both its `Peers` and
+its `Agent`; the director decides which nodes meet, and when. The nodes that join a run at an endpoint are its
+`Peers` alone: torch's rendezvous decides, in which the group's own agent takes part. The hub's thread does
+everything, except `connect`, `close` and the orders of a group's agent, which any thread may call.
 
     connect    opens the listener, and the group's store
     start      of the first group: asks the engine, whose node programs connect
@@ -41,21 +42,19 @@ from nblaunch._help import FailureKind
 from nblaunch._version import __version__
 from nblaunch.elastic.rendezvous import host_store
 from nblaunch.elastic.settings import AgentSettings
-from nblaunch.group.group import Agent, Connected, Peers
+from nblaunch.group.group import Agent, Connected, Peers, WorkerGroup
 from nblaunch.group.hub import Hub
 from nblaunch.nodes import director
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.code import JobCode
-from nblaunch.nodes.data import DataSocket
 from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
 from nblaunch.nodes.engine import HERE, HERE_PLACE, Engine, NodeProgram, Wish, address_of
 from nblaunch.nodes.environment import Wheels, made_before
-from nblaunch.nodes.listener import Listener
-from nblaunch.nodes.members import NodeEvents, NodeMember, RemoteRanks, for_another_machine
+from nblaunch.nodes.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
+from nblaunch.nodes.members import NodeMember, RemoteRanks, for_another_machine
 from nblaunch.nodes.process import ProcessEngine
 from nblaunch.nodes.reach import ReachCheck
-from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, cut, number_of
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
 from nblaunch.protocol.client import NodeEnvironment
@@ -86,14 +85,17 @@ _LOOPBACK = ("127.", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """The options of a fleet; `least` and `most` include the node of this machine (`here`)."""
+    """The options of a fleet; `least` and `most` include this machine, if it has ranks of the run."""
 
     least: int
     most: int
     nproc: int | str
     backend: str
     """As asked."""
+    directed: bool = True
+    """Whether the fleet decides who takes part; else torch's rendezvous, at an endpoint."""
     here: bool = False
+    """Whether this machine has a node program of its own."""
     local_addr: str | None = None
     """None: the engine's `address`."""
     ports: str | None = None
@@ -104,6 +106,11 @@ class FleetSettings:
     check_reach: bool = True
     environment: NodeEnvironment | None = None
     """The environment that nodes make before they begin, except this machine's; None: they use their own."""
+
+    @property
+    def own(self) -> int:
+        """How many nodes have no connection: this process, where torch's rendezvous decides."""
+        return 0 if self.directed else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +138,18 @@ class NodeFleet:
         remark: Callable[[str], None],
         at_end: Callable[[tuple[str, ...]], Callable[[], None]],
         conf: FleetSettings,
+        key: bytes = b"",
     ) -> None:
         """Prepare a fleet; the engine is not asked yet.
 
         `directory` is private, for files. `remark` shows the user a text. `at_end` registers a command with
-        the keeper, and returns a function that revokes it.
+        the keeper, and returns a function that revokes it. `key` is the user's, else the fleet makes one.
         """
         self.hub, self.conf, self.directory = hub, conf, directory
         self.said = EngineSaid(engine=engine.name, state=EngineState.ASKED, wanted=conf.least)
         self.engine, self.wish = engine, wish
         self._remark, self._at_end = remark, at_end
-        self._key = secrets.token_hex(32)
+        self._key = key or secrets.token_hex(32).encode()
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._data: DataSocket | None = None
@@ -153,7 +161,7 @@ class NodeFleet:
         # On the hub's thread.
         self._engines = self.said
         """The engine's last report, without the number of connected nodes."""
-        self._groups: dict[str, FleetGroup] = {}
+        self._groups: dict[str, NodeGroup] = {}
         self._nodes: dict[bytes, FleetNode] = {}
         self.code = JobCode(self.send, self._give, self._read)
         self._given = 0  # the (negative) number of the last payload on a control connection
@@ -182,8 +190,8 @@ class NodeFleet:
 
     # --- on any thread -----------------------------------------------------------------------------
 
-    def connect(self, hub: Hub, settings: AgentSettings, events: NodeEvents, directory: Path) -> Connected:
-        """Connect a group to its peers and its agent. The first group that starts asks the engine.
+    def connect(self, hub: Hub, settings: AgentSettings, events: WorkerGroup, directory: Path) -> Connected:
+        """Connect a group to its peers, and to its agent. The first group that starts asks the engine.
 
         Raises `LaunchError` if this machine has no such address, or if the nodes have been given back, and
         `OptionError` for a wildcard.
@@ -192,34 +200,40 @@ class NodeFleet:
             if self._closed:
                 msg = "the nodes of this session have been given back. Start another one."
                 raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
-            if self._listener is None:
-                self._listen(hub)
-        group = FleetGroup(self, settings, events, directory, self._address)
-        return Connected(settings, group, group)
+            listener = self._listener or self._listen(hub)
+        if self.conf.directed:
+            directed = FleetGroup(self, settings, events, directory, self._address)
+            return Connected(settings, directed, directed)
+        assert settings.rdzv is not None  # noqa: S101 - it has an endpoint
+        settings = replace(settings, rdzv=replace(settings.rdzv, listener=listener.address))
+        joined = NodeGroup(self, settings, events, directory, self._address)
+        hub.call(lambda: self._add(joined))
+        return Connected(settings, joined)
 
-    def _listen(self, hub: Hub) -> None:
+    def _listen(self, hub: Hub) -> Listener:
         given = self.conf.local_addr
         self._address = address_of(given) if given else self.engine.address(self.wish)
-        self._listener = Listener(
+        self._listener = listener = Listener(
             hub,
             self._address,
-            self._key.encode(),
+            self._key,
             self._receive,
             self._lost,
-            first=wire.Arriving,
             silence=self.conf.silence,
             ports=port_range(self.conf.ports),
         )
-        self._data = DataSocket(
-            hub,
-            self._key.encode(),
-            silence=self.conf.silence,
-            # Later: it may be lost before `send` has returned its number.
-            lost=lambda group, number: hub.call(lambda: self._payload_lost(group, number)),
-        )
+        if self.conf.directed:
+            self._data = DataSocket(
+                hub,
+                self._key,
+                silence=self.conf.silence,
+                # Later: it may be lost before `send` has returned its number.
+                lost=lambda group, number: hub.call(lambda: self._payload_lost(group, number)),
+            )
         hub.call(lambda: hub.after_turn.append(self._turn))
+        return listener
 
-    def begin(self, group: FleetGroup) -> None:
+    def begin(self, group: NodeGroup) -> None:
         """Have the nodes serve a group; for the first group, ask the engine for them."""
         self.hub.run(lambda: self._add(group), 0)
         with self._lock:
@@ -264,7 +278,7 @@ class NodeFleet:
         endpoint = self._listener.address.removeprefix("tcp://")
         ports = () if self.conf.ports is None else ("--ports", self.conf.ports)
         words = ("-m", "nblaunch", "join", endpoint, "-n", str(self.conf.nproc), *ports, "--key-stdin")
-        program = NodeProgram(words, f"{self._key}\n".encode())
+        program = NodeProgram(words, self._key + b"\n")
         environment = self.conf.environment
         if here or environment is None or self._wheels is None:
             return program
@@ -279,7 +293,7 @@ class NodeFleet:
             askings, take_back, listener = self._askings, self._take_back, self._listener
         with contextlib.suppress(LaunchError):  # the hub has ended, and with it all groups
             groups: list[FleetGroup] = []
-            self.hub.run(lambda: groups.extend(self._groups.values()), _SOCKETS_SECONDS)
+            self.hub.run(lambda: groups.extend(self._directed), _SOCKETS_SECONDS)
             deadline = time.monotonic() + _GROUPS_SECONDS + max((each.grace for each in groups), default=0.0)
             for group in groups:
                 group.stop()
@@ -302,7 +316,11 @@ class NodeFleet:
 
     # --- on the hub's thread: groups -----------------------------------------------------------------
 
-    def _add(self, group: FleetGroup) -> None:
+    @property
+    def _directed(self) -> list[FleetGroup]:
+        return [group for group in self._groups.values() if isinstance(group, FleetGroup)]
+
+    def _add(self, group: NodeGroup) -> None:
         self._groups[group.name] = group
         if self._askings:
             group.events.said(self.said)
@@ -314,10 +332,18 @@ class NodeFleet:
                 group.add(node)
         self._check_reach()
 
-    def remove(self, group: FleetGroup, *, succeeded: bool) -> None:
-        """Forget a group that has ended."""
+    def remove(self, group: NodeGroup, *, succeeded: bool) -> None:
+        """Forget a group that has ended, and end the nodes of an endpoint with their only one."""
         self._groups.pop(group.name, None)
         self._succeeded = self._succeeded and succeeded
+        if not self.conf.directed:
+            self._closed = True
+            self._finish()
+            self._close_sockets()
+
+    def enough(self, count: int) -> bool:
+        """Whether a run can go on with so many connected nodes, after one was lost."""
+        return self.conf.least <= count + self.conf.own and self.conf.least < self.conf.most
 
     def send(self, identity: bytes, message: wire.ToNode, data: memoryview | None = None) -> None:
         """Send to a node."""
@@ -376,7 +402,7 @@ class NodeFleet:
             if node.name == name and self._listener is not None:
                 self._listener.send(identity, wire.Finish(succeeded=False))
                 self._listener.drop(identity)
-                self._forget(identity, why)
+                self.forget(identity, why)
 
     def _turn(self) -> float:
         """Send what is queued, and do what is due; return in how many seconds something is due next."""
@@ -414,7 +440,9 @@ class NodeFleet:
         return len(self.said.hosts) + self.conf.here if self.said.hosts else 0
 
     def _engine_said(self, said: EngineSaid) -> None:
-        """Publish the engine's report, with the number of connected nodes."""
+        """Publish the engine's report, with the number of connected nodes; at an endpoint there is none."""
+        if not self._askings:
+            return
         self._warn(each for each in filter(None, [said.warning]) if each not in self._warned)
         self._engines, expected = said, self._expected
         joined, wanted = len(self._nodes), self.conf.least
@@ -476,7 +504,7 @@ class NodeFleet:
     def _leave(self, identity: bytes) -> None:
         """Let a node go that asks to leave."""
         self.send(identity, wire.Finish(succeeded=False))
-        self._forget(identity, f"left{self._of_job}", asked=True)
+        self.forget(identity, f"left{self._of_job}", asked=True)
 
     # --- on the hub's thread: nodes ------------------------------------------------------------------
 
@@ -501,7 +529,7 @@ class NodeFleet:
             case wire.CodeLacking():
                 self.code.answer(identity, message)
             case wire.NodeEnded(group="", error=error):
-                self._forget(identity, f"ended: {error}" if error else "has ended")
+                self.forget(identity, f"ended: {error}" if error else "has ended")
             case _:
                 pass  # the group has ended
 
@@ -538,7 +566,7 @@ class NodeFleet:
         name, most = arriving.name, self.conf.most
         if self._closed:
             return f"{name}: the run is over"
-        if len(self._nodes) >= most:
+        if len(self._nodes) + self.conf.own >= most:
             return f"{name}: the run has all {most} nodes that it takes. Start it with more: --nnodes."
         loopback = arriving.address.startswith(_LOOPBACK)
         if loopback != self._address.startswith(_LOOPBACK):  # else nodes could not reach each other
@@ -574,16 +602,20 @@ class NodeFleet:
             return
         places = {node.name: (node.arriving.address, node.arriving.data) for node in self._nodes.values()}
         self._checking = set(places)
-        alone = self._address.startswith(_LOOPBACK) or not all(data for _, data in places.values())
+        alone = (
+            not self.conf.directed
+            or self._address.startswith(_LOOPBACK)
+            or not all(data for _, data in places.values())
+        )
         if alone or not self.conf.check_reach:
             self._reached("")
         elif len(places) >= self.conf.least:
             self._check_until = time.monotonic() + _CHECK_SECONDS
-            store = wire.ReachTarget("", "store", *group.store)
+            store = wire.ReachTarget("", "store", *self._directed[0].store)
             identities = {node.name: node.identity for node in self._nodes.values()}
             self._check = ReachCheck(
                 self.hub,
-                self._key.encode(),
+                self._key,
                 store,
                 places,
                 lambda name, message: self.send(identities[name], message),
@@ -618,9 +650,9 @@ class NodeFleet:
 
     def _lost(self, identity: bytes) -> None:
         noticed = self._leaving.get(identity)
-        self._forget(identity, f"{noticed}, and is gone" if noticed else "is gone (killed, or out of reach)")
+        self.forget(identity, f"{noticed}, and is gone" if noticed else "is gone (killed, or out of reach)")
 
-    def _forget(self, identity: bytes, why: str, *, asked: bool = False) -> None:
+    def forget(self, identity: bytes, why: str, *, asked: bool = False) -> None:
         """Go on without a node."""
         node = self._nodes.pop(identity, None)
         if node is None:
@@ -668,23 +700,268 @@ def _here() -> wire.Inventory:
     )
 
 
-class FleetGroup(Peers, Agent):
-    """The group's side of a fleet: to the group, its peers and its agent."""
+class NodeGroup(Peers):
+    """A group's side of a fleet: its peers. At an endpoint, torch's rendezvous decides who takes part."""
 
     def __init__(
-        self, fleet: NodeFleet, settings: AgentSettings, events: NodeEvents, directory: Path, address: str
+        self, fleet: NodeFleet, settings: AgentSettings, events: WorkerGroup, directory: Path, address: str
+    ) -> None:
+        """Prepare; payloads that do not fit into memory are written to `directory`.
+
+        This machine is at `address`.
+        """
+        self.name, self.events, self.grace = events.group, events, settings.grace
+        self._fleet, self._settings, self._directory = fleet, settings, directory
+        self._address = address
+        # The backend as asked for: a cell on fresh ranks may have another one than its session.
+        self._backend = fleet.conf.backend if settings.rdzv is None else settings.rdzv.ranks_backend
+        self._members: dict[str, NodeMember] = {}
+        self._nodes: dict[str, FleetNode] = {}
+        self._order: tuple[str, ...] = ()
+        """The nodes of this attempt, in the order of their ranks, where the fleet decides it."""
+        self._ranks = RemoteRanks(events)
+        self._outgoing = OutgoingTransfer()
+        self._held: dict[str, tuple[ToRank, list[int]]] = {}
+        """By node, the message to send with the next turn, and the ranks that get it."""
+
+    # --- the peers: on the hub's thread --------------------------------------------------------------
+
+    def begin_attempt(self) -> None:
+        """Forget the ranks of the attempt before."""
+        self._held = {}
+        self._fleet.drop_data(self.name)
+        self._ranks.begin_attempt(self._members.values())
+
+    def send(self, rank: int, message: ToRank) -> bool:
+        """Send to a rank with the next turn; return whether the rank is on a node."""
+        node = self._ranks.node_of(rank)
+        if node is None:
+            return False
+        if isinstance(message, Interrupt):
+            # It ends the job that waits for a payload, and must not delay the next job's payload.
+            self._fleet.drop_data(self.name)
+        held = self._held.get(node.name)
+        if held is not None and (held[0] is message or held[0] == message):
+            held[1].append(rank)
+            return True
+        if held is not None:
+            self.flush()
+        self._held[node.name] = (message, [rank])
+        return True
+
+    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
+        """Release the ranks, and stop the `others`."""
+        attempt, ranks = self.events.attempt, tuple(sorted(others))
+        self._send_all(wire.Release(group=self.name, attempt=attempt, succeeded=succeeded, others=ranks))
+
+    def rejoin(self) -> None:
+        """Have all nodes end their ranks, and repeat the rendezvous."""
+        self._send_all(wire.Restart(group=self.name, attempt=self.events.attempt))
+
+    def skip_grace(self) -> None:
+        """Skip the rest of the grace period; on any thread."""
+        self._fleet.hub.run(lambda: self._send_all(wire.SkipGrace(group=self.name)), 0)
+
+    def measure(self, *, wanted: bool) -> None:
+        """Have the nodes measure their ranks, or stop that."""
+        self._send_all(wire.MeasureRanks(group=self.name, wanted=wanted))
+
+    def dump_stacks(self, ranks: frozenset[int]) -> None:
+        """Have the nodes dump the stacks of these ranks, which do not answer."""
+        for name, (_, theirs) in self._ranks.by_node(ranks).items():
+            self._send_to(name, wire.DumpStacks(group=self.name, ranks=theirs))
+
+    def tick(self, now: float) -> None:
+        """Do nothing: the fleet does what is due."""
+
+    def close(self, *, succeeded: bool) -> None:
+        """Forget all state: the group has ended, and with it the nodes of an endpoint."""
+        self._fleet.drop_data(self.name)
+        self._fleet.remove(self, succeeded=succeeded or self.events.keep)
+        self._ranks.close()
+        for member in self._members.values():
+            member.incoming.close()
+        self._members, self._nodes, self._held = {}, {}, {}
+
+    def _send_all(self, message: wire.ToNode) -> None:
+        for name in list(self._members):
+            self._send_to(name, message)
+
+    def _send_to(self, name: str, message: wire.ToNode) -> None:
+        self.flush()
+        if name in self._members:
+            self._fleet.send(self._members[name].identity, message)
+
+    def flush(self) -> None:
+        """Send the held messages: one frame for all ranks of a node that get the same message."""
+        held, self._held = self._held, {}
+        tickets: list[tuple[Payload, Payload]] = []
+        shared: dict[int, bytes] = {}
+        for name, (message, ranks) in held.items():
+            member = self._members.get(name)
+            if member is None:
+                continue
+            if isinstance(message, Dispatch) and message.code is not None:
+                self._fleet.code.ask(member.identity, message.code)
+            data = shared.get(id(message))
+            if data is None:
+                plain, parcel = for_another_machine(message), False
+                if isinstance(plain, Dispatch):
+                    plain = self._with_ticket(member, plain, held, tickets)
+                    # A payload for one node alone has a ticket of its own.
+                    parcel = not any(plain.payload is ticket for _, ticket in tickets)
+                data = encode(plain)
+                if not parcel:
+                    shared[id(message)] = data
+            for_ranks = wire.ForRanks(
+                group=self.name, attempt=self.events.attempt, ranks=tuple(ranks), data=data
+            )
+            self._fleet.send(member.identity, for_ranks)
+
+    def _with_ticket(
+        self,
+        member: NodeMember,
+        dispatch: Dispatch,
+        held: Mapping[str, tuple[ToRank, list[int]]],
+        tickets: list[tuple[Payload, Payload]],
+    ) -> Dispatch:
+        """Send a job's payload to all nodes that get it now; return the job with a ticket in its place."""
+        ticket = next((ticket for payload, ticket in tickets if payload is dispatch.payload), None)
+        if ticket is not None:
+            return msgspec.structs.replace(dispatch, payload=ticket)
+        names = [
+            name
+            for name in self._order or self._members
+            if name in held
+            and isinstance(other := held[name][0], Dispatch)
+            and other.payload is dispatch.payload
+        ]
+        data = self._fleet.data_to(self._nodes[name] for name in names)
+        if data is not None:
+            socket, places = data
+            ticket = socket.send(self.name, dispatch.payload, places)
+            tickets.append((dispatch.payload, ticket))
+        else:
+            ticket, pieces = self._outgoing.pieces(dispatch.payload)
+            if ticket is dispatch.payload:
+                tickets.append((dispatch.payload, ticket))
+            for piece, part in pieces:
+                self._fleet.send(member.identity, msgspec.structs.replace(piece, group=self.name), part)
+        return msgspec.structs.replace(dispatch, payload=ticket)
+
+    @property
+    def due(self) -> float:
+        """When there is something to do (monotonic)."""
+        return math.inf
+
+    def turn(self) -> None:
+        """Send what is held, and do what is due."""
+        self.flush()
+
+    def feed(self, event: DirectorEvent) -> None:
+        """Do nothing: nobody here directs these nodes."""
+
+    def fail(self, error: Exception) -> None:
+        """End the group with this error."""
+        self.events.lost(error)
+
+    def payload_lost(self, sender: str) -> None:
+        """Do nothing: each payload comes by the node's own connection."""
+
+    # --- nodes: on the hub's thread ------------------------------------------------------------------
+
+    def add(self, node: FleetNode) -> None:
+        """Have a node serve this group."""
+        settings, rdzv, conf = self._settings, self._settings.rdzv, self._fleet.conf
+        self._nodes[node.name] = node
+        self._members[node.name] = NodeMember(
+            node.name,
+            node.identity,
+            IncomingTransfer(self._directory),
+            "" if node.arriving.address == self._address else node.arriving.address,
+        )
+        opened = wire.OpenGroup(
+            group=self.name,
+            keep=self.events.keep,
+            role=settings.role,
+            backend=self._backend,
+            env=self._fleet.variables(conf.env if rdzv is None else rdzv.env),
+            grace=self.grace,
+            shutdown_timeout=settings.shutdown_timeout,
+            monitor_interval=settings.monitor_interval,
+            processes=replace(settings.processes, environ=()),
+            cwd=os.fsencode(self._fleet.wish.cwd),
+            nodes=(conf.least, conf.most),
+        )
+        self._fleet.send(node.identity, opened)
+
+    def lose(self, node: FleetNode, why: str, *, asked: bool) -> None:
+        """Report the loss of a node and of its ranks."""
+        member = self._members.pop(node.name, None)
+        if member is None:
+            return
+        self._held.pop(node.name, None)
+        self._ranks.lost(member, why, asked=asked, enough=self._fleet.enough(len(self._members)))
+
+    def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
+        """Handle a node's message for this group."""
+        member = self._members.get(node.name)
+        if member is None:
+            return
+        match message:
+            case wire.Piece():
+                member.incoming.receive(message, data)
+            case wire.OthersStopped():
+                self.events.ranks_stopped(member.ranks)
+            case wire.NodeEnded(error=error):
+                self._node_ended(node, error)
+            case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
+                self.events.dumped(rank, text)
+            case wire.Workers() | wire.RankMessages() | wire.Wrote() | wire.Gone() | wire.RanksMeasured() if (
+                message.attempt == self.events.attempt
+            ):
+                self.of_attempt(member, message, data)
+            case _:
+                pass  # the attempt has been abandoned
+
+    def _node_ended(self, node: FleetNode, error: str) -> None:
+        self._fleet.forget(node.identity, f"ended: {error}" if error else "has ended")
+
+    def of_attempt(
+        self,
+        member: NodeMember,
+        message: wire.Workers | wire.RankMessages | wire.Wrote | wire.Gone | wire.RanksMeasured,
+        data: memoryview,
+    ) -> None:
+        """Handle a message of the current attempt."""
+        match message:
+            case wire.Workers(workers=workers):
+                self._ranks.started(member, workers)
+            case wire.RankMessages(data=encoded):
+                for each in encoded:
+                    self._ranks.sent(member, each)
+            case wire.Wrote():
+                self._ranks.wrote(member, message, data)
+            case wire.Gone():
+                self._ranks.gone(member, message)
+            case wire.RanksMeasured(usages=usages):
+                self.events.measured(usages)
+
+
+class FleetGroup(NodeGroup, Agent):
+    """A group's side of a fleet whose nodes the director has meet: its peers, and its agent."""
+
+    def __init__(
+        self, fleet: NodeFleet, settings: AgentSettings, events: WorkerGroup, directory: Path, address: str
     ) -> None:
         """Prepare; payloads that do not fit into memory are written to `directory`.
 
         The ranks' store is at `address`.
         """
-        self.name, self.events, self.grace = events.group, events, settings.grace
-        self._fleet, self._settings, self._directory = fleet, settings, directory
+        super().__init__(fleet, settings, events, directory, address)
         store = host_store(address, port_range(fleet.conf.ports))
         self._store: dist.TCPStore | None = store
         conf, kept = fleet.conf, events.keep
-        # The backend as asked for: a cell on fresh ranks may have another one than its session.
-        self._backend = conf.backend if settings.rdzv is None else settings.rdzv.ranks_backend
         self._state = DirectorState(
             least=conf.least,
             most=conf.most,
@@ -700,18 +977,10 @@ class FleetGroup(Peers, Agent):
         )
         self._waiting: deque[DirectorEvent] = deque()
         self._feeding = False
-        self._members: dict[str, NodeMember] = {}
-        self._nodes: dict[str, FleetNode] = {}
-        self._order: tuple[str, ...] = ()
-        """The nodes of this attempt, in the order of their ranks."""
-        self._ranks = RemoteRanks(events)
-        self._outgoing = OutgoingTransfer()
         self._lost_payload = math.inf, ""
         """When the group ends because a payload has not arrived, and which machine sent it."""
         self._node_lost = -math.inf
         """When a node was lost (monotonic)."""
-        self._held: dict[str, tuple[ToRank, list[int]]] = {}
-        """By node, the message to send with the next turn, and the ranks that get it."""
         self._renumbered: dict[int, dict[int, int]] = {}
         """For each earlier attempt with ranks that went on: their current numbers by their former ones."""
         self._error: BaseException | None = None
@@ -751,10 +1020,6 @@ class FleetGroup(Peers, Agent):
     def let_finish(self) -> None:
         """Do nothing: each node waits for its own ranks."""
 
-    def skip_grace(self) -> None:
-        """Skip the rest of the grace period."""
-        self._fleet.hub.run(lambda: self._send_all(wire.SkipGrace(group=self.name)), 0)
-
     def adopt(self, settings: AgentSettings) -> None:
         """Use these settings from now on."""
 
@@ -790,117 +1055,25 @@ class FleetGroup(Peers, Agent):
 
     def begin_attempt(self) -> None:
         """Forget the ranks of the attempt before."""
-        self._held = {}
-        self._fleet.drop_data(self.name)
-        self._ranks.begin_attempt(self._members.values())
+        super().begin_attempt()
         self._renumbered = {}
 
     def send(self, rank: int, message: ToRank) -> bool:
         """Send to a rank with the next turn; return whether the rank is on a node."""
-        node = self._ranks.node_of(rank)
-        if node is None:
-            return False
         if isinstance(message, Interrupt):
             self._lost_payload = math.inf, ""
-            # It ends the job that waits for a payload, and must not delay the next job's payload.
-            self._fleet.drop_data(self.name)
-        held = self._held.get(node.name)
-        if held is not None and (held[0] is message or held[0] == message):
-            held[1].append(rank)
-            return True
-        if held is not None:
-            self._flush()
-        self._held[node.name] = (message, [rank])
-        return True
+        return super().send(rank, message)
 
-    def measure(self, *, wanted: bool) -> None:
-        """Have the nodes measure their ranks, or stop that."""
-        self._send_all(wire.MeasureRanks(group=self.name, wanted=wanted))
-
-    def dump_stacks(self, ranks: frozenset[int]) -> None:
-        """Have the nodes dump the stacks of these ranks, which do not answer."""
-        for name, (_, theirs) in self._ranks.by_node(ranks).items():
-            self._send_to(name, wire.DumpStacks(group=self.name, ranks=theirs))
-
-    def tick(self, now: float) -> None:
-        """Do nothing: the fleet does what is due."""
+    def flush(self) -> None:
+        """Send the held messages."""
+        if any(isinstance(message, Recover) for message, _ in self._held.values()):
+            self._forget_timeout()
+        super().flush()
 
     def close(self, *, succeeded: bool) -> None:
         """Forget all state: the group has ended."""
-        self._fleet.drop_data(self.name)
-        self._fleet.remove(self, succeeded=succeeded or self.events.keep)
-        self._ranks.close()
-        for member in self._members.values():
-            member.incoming.close()
-        self._members, self._nodes, self._held, self._store = {}, {}, {}, None
-
-    def _send_all(self, message: wire.ToNode) -> None:
-        for name in list(self._members):
-            self._send_to(name, message)
-
-    def _send_to(self, name: str, message: wire.ToNode) -> None:
-        self._flush()
-        if name in self._members:
-            self._fleet.send(self._members[name].identity, message)
-
-    def _flush(self) -> None:
-        """Send the held messages: one frame for all ranks of a node that get the same message."""
-        held, self._held = self._held, {}
-        tickets: list[tuple[Payload, Payload]] = []
-        shared: dict[int, bytes] = {}
-        for name, (message, ranks) in held.items():
-            member = self._members.get(name)
-            if member is None:
-                continue
-            if isinstance(message, Recover):
-                self._forget_timeout()
-            if isinstance(message, Dispatch) and message.code is not None:
-                self._fleet.code.ask(member.identity, message.code)
-            data = shared.get(id(message))
-            if data is None:
-                plain, parcel = for_another_machine(message), False
-                if isinstance(plain, Dispatch):
-                    plain = self._with_ticket(member, plain, held, tickets)
-                    # A payload for one node alone has a ticket of its own.
-                    parcel = not any(plain.payload is ticket for _, ticket in tickets)
-                data = encode(plain)
-                if not parcel:
-                    shared[id(message)] = data
-            for_ranks = wire.ForRanks(
-                group=self.name, attempt=self.events.attempt, ranks=tuple(ranks), data=data
-            )
-            self._fleet.send(member.identity, for_ranks)
-
-    def _with_ticket(
-        self,
-        member: NodeMember,
-        dispatch: Dispatch,
-        held: Mapping[str, tuple[ToRank, list[int]]],
-        tickets: list[tuple[Payload, Payload]],
-    ) -> Dispatch:
-        """Send a job's payload to all nodes that get it now; return the job with a ticket in its place."""
-        ticket = next((ticket for payload, ticket in tickets if payload is dispatch.payload), None)
-        if ticket is not None:
-            return msgspec.structs.replace(dispatch, payload=ticket)
-        names = [
-            name
-            for name in self._order
-            if name in held
-            and isinstance(other := held[name][0], Dispatch)
-            and other.payload is dispatch.payload
-        ]
-        data = self._fleet.data_to(self._nodes[name] for name in names)
-        if data is not None:
-            socket, places = data
-            ticket = socket.send(self.name, dispatch.payload, places)
-            tickets.append((dispatch.payload, ticket))
-        else:
-            ticket, pieces = self._outgoing.pieces(dispatch.payload)
-            if ticket is dispatch.payload:
-                tickets.append((dispatch.payload, ticket))
-            for piece, part in pieces:
-                self._fleet.send(member.identity, msgspec.structs.replace(piece, group=self.name), part)
-        return msgspec.structs.replace(dispatch, payload=ticket)
+        super().close(succeeded=succeeded)
+        self._store = None
 
     def _forget_timeout(self) -> None:
         """Remove the marks of NCCL's watchdogs: those of the next attempt would take them for theirs."""
@@ -921,7 +1094,7 @@ class FleetGroup(Peers, Agent):
 
     def turn(self) -> None:
         """Send what is held, and do what is due."""
-        self._flush()
+        self.flush()
         if time.monotonic() >= self._state.due:
             self.feed(director.Tick())
         if time.monotonic() >= self._lost_payload[0]:
@@ -993,7 +1166,7 @@ class FleetGroup(Peers, Agent):
 
     def _renumber(self, kept: Mapping[int, int]) -> None:
         """Go on with these ranks under new numbers; messages under former numbers may still arrive."""
-        self._flush()
+        self.flush()
         numbers = {before: rank for rank, before in kept.items()}
         self._ranks.renumber(self._members.values(), numbers)
         self._renumbered = {
@@ -1049,93 +1222,51 @@ class FleetGroup(Peers, Agent):
 
     def add(self, node: FleetNode) -> None:
         """Have a node serve this group, unless the group is ending."""
-        if self._state.stage in (DirectorStage.ENDING, DirectorStage.ENDED):
-            return
-        settings, rdzv = self._settings, self._settings.rdzv
-        self._nodes[node.name] = node
-        self._members[node.name] = NodeMember(
-            node.name,
-            node.identity,
-            IncomingTransfer(self._directory),
-            "" if node.arriving.address == self._state.store[0] else node.arriving.address,
-        )
-        self.feed(director.NodeCame(node.name, node.arriving.nproc, node.place))
-        opened = wire.OpenGroup(
-            group=self.name,
-            keep=self.events.keep,
-            role=settings.role,
-            backend=self._backend,
-            env=self._fleet.variables(self._fleet.conf.env if rdzv is None else rdzv.env),
-            grace=self.grace,
-            shutdown_timeout=settings.shutdown_timeout,
-            monitor_interval=settings.monitor_interval,
-            processes=replace(settings.processes, environ=()),
-            cwd=os.fsencode(self._fleet.wish.cwd),
-        )
-        self._fleet.send(node.identity, opened)
+        if self._state.stage not in (DirectorStage.ENDING, DirectorStage.ENDED):
+            self.feed(director.NodeCame(node.name, node.arriving.nproc, node.place))
+            super().add(node)
 
     def lose(self, node: FleetNode, why: str, *, asked: bool) -> None:
         """Report the loss of a node and of its ranks."""
-        member = self._members.pop(node.name, None)
-        if member is None:
+        if node.name not in self._members:
             return
-        self._held.pop(node.name, None)
         self._lost_payload, self._node_lost = (math.inf, ""), time.monotonic()
-        conf = self._fleet.conf
-        enough = conf.least <= len(self._members) and conf.least < conf.most
         # Before the director, which may begin the next attempt: these exits belong to the current one.
-        self._ranks.lost(member, why, asked=asked, enough=enough)
+        super().lose(node, why, asked=asked)
         self.feed(director.NodeLost(node.name, why, asked))
 
     def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
-        """Handle a node's message for this group."""
-        member = self._members.get(node.name)
-        if member is None:
-            return
+        """Handle a node's message for this group: of ranks that went on, perhaps under former numbers."""
         match message:
-            case wire.MeetAgain(after=after, error=error):
+            case wire.MeetAgain(after=after, error=error) if node.name in self._members:
                 after = self.events.attempt if after in self._renumbered else after
                 self.feed(director.NodeMeets(node.name, after, error))
-            case wire.Piece():
-                member.incoming.receive(message, data)
             case wire.PieceLost():
                 self.payload_lost(node.name)
-            case wire.OthersStopped():
-                self.events.ranks_stopped(member.ranks)
-            case wire.NodeEnded(error=error):
-                self.feed(director.NodeHasEnded(node.name, error))
-            case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
-                self.events.dumped(rank, text)
-            case wire.Workers() | wire.RankMessages() | wire.Wrote() | wire.Gone() | wire.RanksMeasured() if (
-                message.attempt == self.events.attempt
-            ):
-                self._of_attempt(member, message, data)
             case wire.Wrote(attempt=attempt, rank=rank) | wire.Gone(attempt=attempt, rank=rank) if (
-                rank in self._renumbered.get(attempt, ())
+                attempt != self.events.attempt and rank in self._renumbered.get(attempt, ())
             ):
                 now = {"attempt": self.events.attempt, "rank": self._renumbered[attempt][rank]}
-                self._of_attempt(member, msgspec.structs.replace(message, **now), data)
+                super().receive(node, msgspec.structs.replace(message, **now), data)
             case _:
-                pass  # the attempt has been abandoned
+                super().receive(node, message, data)
 
-    def _of_attempt(
+    def _node_ended(self, node: FleetNode, error: str) -> None:
+        self.feed(director.NodeHasEnded(node.name, error))
+
+    def of_attempt(
         self,
         member: NodeMember,
         message: wire.Workers | wire.RankMessages | wire.Wrote | wire.Gone | wire.RanksMeasured,
         data: memoryview,
     ) -> None:
+        """Handle a message of the current attempt, and have the director know."""
+        super().of_attempt(member, message, data)
         match message:
-            case wire.Workers(attempt=attempt, workers=workers):
-                self._ranks.started(member, workers)
+            case wire.Workers(attempt=attempt):
                 self.feed(director.WorkersStarted(member.name, attempt))
-            case wire.RankMessages(data=encoded):
-                for each in encoded:
-                    self._ranks.sent(member, each)
-            case wire.Wrote():
-                self._ranks.wrote(member, message, data)
             case wire.Gone(rank=rank, expected=expected):
-                self._ranks.gone(member, message)
                 # The engine may end the node's ranks with it: do not start new ones there.
                 self.feed(director.RankGone(member.name, rank, expected or bool(self._fleet.signalled)))
-            case wire.RanksMeasured(usages=usages):
-                self.events.measured(usages)
+            case _:
+                pass

@@ -1,5 +1,7 @@
-"""A node that an engine placed: its connection, and a relay for each group; main thread.
+"""The node program, a fork of its fork server: a node's connection, and a relay for each group; main thread.
 
+The command (`join`) has started the fork server, passes signals on, and exits with this program's status.
+An engine has placed it, or it joins one run at an endpoint, where torch's rendezvous decides who takes part.
 It connects once. When the connection ends, the node ends with all that it has started; the runtime starts a
 new node program if it needs a replacement.
 """
@@ -7,19 +9,25 @@ new node program if it needs a replacement.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import importlib
 import math
 import os
 import platform
+import shlex
 import signal
 import socket as sockets
+import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import torch
@@ -27,28 +35,35 @@ import zmq
 from zmq.utils import monitor
 
 from nblaunch import _devices
-from nblaunch._errors import LaunchError
+from nblaunch._errors import LaunchError, NblaunchError, OptionError
 from nblaunch._help import FailureKind
-from nblaunch._inherited import encoded
+from nblaunch._inherited import check_start_method, encoded, working_directory
 from nblaunch._locks import boot_id
 from nblaunch._runtime_dir import remove_tree
 from nblaunch._version import __version__
 from nblaunch.elastic import descriptors, rendezvous
+from nblaunch.elastic.forkserver import server_of_fork
 from nblaunch.elastic.placement import own_gpus, place_ranks
-from nblaunch.elastic.process_options import needs_new_python, unheeded
-from nblaunch.elastic.settings import AgentSettings, ProcessSettings, RendezvousConfig
+from nblaunch.elastic.process_options import (
+    check_process_options,
+    needs_new_python,
+    process_settings,
+    unheeded,
+)
+from nblaunch.elastic.settings import DIRECTED, AgentSettings, ProcessSettings, RendezvousConfig
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.code import NodeCode
-from nblaunch.nodes.data import DataSocket
 from nblaunch.nodes.engine import take_place
-from nblaunch.nodes.join import NOTICES
-from nblaunch.nodes.listener import LONGEST_SILENCE_SECONDS, REFUSALS, encrypted
+from nblaunch.nodes.join import CUT_OFF, HEEDED, NOTICES, READY, ProgramOrder, failed
+from nblaunch.nodes.key import KEY_FILE
+from nblaunch.nodes.link import LONGEST_SILENCE_SECONDS, REFUSALS, DataSocket, encrypted
 from nblaunch.nodes.messages import Inventory
-from nblaunch.nodes.node import PlacedRelay, of_this_machine, orders_of, send_to_notebook
+from nblaunch.nodes.node import NodeRelay, of_this_machine, orders_of, send_to_notebook
 from nblaunch.nodes.reach import Probe, interfaces, try_later
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.line import parse_line
 from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import ProtocolError
 
@@ -58,8 +73,122 @@ _LEAVE_SECONDS = 5.0
 _TRIAL_SECONDS = 2.0
 _LINGER_MS = 2000
 _UNLIMITED = 2**31 - 1
+_DIRECTED = RendezvousConfig(backend=DIRECTED, host="", port=0, least=1, most=1, local_addr="", hosting=False)
 # After this time the engine probably knows, and names, what ended the node.
 _NAMED_SECONDS = 1.0
+# torch's, and what it is called in its library.
+_LOG_LEVEL, _LEVEL_NAME, _ERRORS = "TORCH_CPP_LOG_LEVEL", "FLAGS_caffe2_log_level", 2
+
+
+def live(link_fd: int, requests_fd: int, orders_fd: int, root: str, keeper: int) -> NoReturn:
+    """Be the node program: called in a fork of the fork server, which has torch, and no thread.
+
+    SIGINT, SIGTERM and SIGHUP are ignored here, as the keeper ignores them: signals come over the link.
+    """
+    status = 1
+    link = sockets.socket(fileno=link_fd)
+    try:
+        server = server_of_fork(requests_fd, orders_fd, root, keeper)
+        order, outputs = ProgramOrder.receive(link)
+        for fd, number in zip(outputs, (1, 2), strict=True):
+            os.dup2(fd, number)
+            os.close(fd)
+        # An engine may send it to all processes of a node.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for name, value in order.environ.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        _log_errors_only()
+        gc.freeze()
+        gc.enable()
+        status = _serve(LocalRuntime(server), order, link)
+    except BaseException:  # noqa: BLE001 - nothing else would report it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for each in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                each.flush()
+        with contextlib.suppress(OSError):
+            link.send(bytes([status]))
+        os._exit(status)
+
+
+def _log_errors_only() -> None:
+    """Have torch's libraries say nothing below an error in this process, unless the environment says more.
+
+    Its stores log each connection that ends, and the notebook, which hosts them, goes first. The variable is
+    read when torch is imported, for the ranks too.
+    """
+    if _LOG_LEVEL not in os.environ:
+        with contextlib.suppress(OSError, ValueError):  # another build of torch says more
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+            ctypes.c_int.in_dll(library, _LEVEL_NAME).value = _ERRORS
+
+
+def _serve(runtime: LocalRuntime, order: ProgramOrder, link: sockets.socket) -> int:
+    options = parse_line(shlex.join(order.words)).options
+    key = order.key.encode()
+    signals: list[int] = []
+    stopped = threading.Event()
+    try:
+        if order.endpoint:
+            _take_signals(link, signals, stopped)
+            return NodeHost(runtime, order.endpoint, key, options).serve(signals, _joined)
+        _check_here(options)
+        _take_signals(link, signals, stopped)
+        return _join_run(runtime, options, key, signals, stopped)
+    except OptionError as error:
+        return failed(str(error), 2)
+    except OutOfReachError as error:
+        return failed(str(error), 3)
+    except CutOffError as error:
+        return failed(str(error), CUT_OFF)
+    except NblaunchError as error:
+        return failed(str(error), 1)
+
+
+def _take_signals(link: sockets.socket, signals: list[int], stopped: threading.Event) -> None:
+    """Have the command collect its signals, which then arrive here; the first sets `stopped`.
+
+    Where the command has ended, the keeper is about to end this process.
+    """
+
+    def take() -> None:
+        while number := link.recv(1):
+            signals.append(number[0])
+            stopped.set()
+
+    link.send(READY)
+    if link.recv(1) == HEEDED:
+        threading.Thread(target=take, name="nblaunch-signals", daemon=True).start()
+
+
+def _check_here(options: LaunchOptions) -> None:
+    check_start_method(options.start_method)
+    check_process_options(options, place_ranks(options.nproc_per_node, "gloo", os.environ), os.environ)
+
+
+def _joined(name: str, nproc: int) -> None:
+    # Not to stdout, which may be the user's own if an engine starts this program.
+    text = f"nblaunch join: {nproc} ranks of this machine take part, as {name}"
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command line
+
+
+def _join_run(
+    runtime: LocalRuntime, options: LaunchOptions, key: bytes, signals: list[int], stopped: threading.Event
+) -> int:
+    """Be a node of the run at an endpoint, whose store or etcd server has the address of the listener."""
+    rdzv = rendezvous.config_of(options, joining=True)
+    assert rdzv is not None  # noqa: S101 - without an endpoint there is an error
+    rdzv = replace(rdzv, key=key)
+    listener = rendezvous.read_listener(rdzv, options.rdzv_id or "", stopped).removeprefix("tcp://")
+
+    def joined(_: str, nproc: int) -> None:
+        text = f"nblaunch join: {nproc} ranks of this machine take part in {options.rdzv_id}"
+        print(text, flush=True)  # noqa: T201 - a command line
+
+    return NodeHost(runtime, listener, key, options, rdzv).serve(signals, joined)
 
 
 def this_machine(placement: Placement) -> Inventory:
@@ -106,9 +235,20 @@ class CutOffError(LaunchError):
 class NodeHost:
     """Connects, and serves groups until the runtime has finished with this node, or is gone."""
 
-    def __init__(self, runtime: LocalRuntime, endpoint: str, key: bytes, options: LaunchOptions) -> None:
-        """`endpoint` is the runtime's listener; `options` are those of `join`."""
-        self._runtime, self._endpoint, self._key, self._options = runtime, endpoint, key, options
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        listener: str,
+        key: bytes,
+        options: LaunchOptions,
+        rdzv: RendezvousConfig | None = None,
+    ) -> None:
+        """Prepare; `listener` is the runtime's HOST:PORT, `options` are those of `join`.
+
+        `rdzv` is torch's rendezvous, for a node that joins one run there.
+        """
+        self._runtime, self._endpoint, self._key, self._options = runtime, listener, key, options
+        self._rdzv = rdzv
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._name, self._address, self._clock, self._nproc = platform.node(), "", 0.0, 0
@@ -116,7 +256,7 @@ class NodeHost:
         self._connected, self._silence = -1, LONGEST_SILENCE_SECONDS
         """The connection's descriptor, which ZMQ owns, and the limit of its silence in seconds."""
         self._data: DataSocket | None = None
-        self._relays: dict[str, PlacedRelay] = {}
+        self._relays: dict[str, NodeRelay] = {}
         self._code = NodeCode(runtime.directory.make("code-"), self._send, self._look)
         self._finished = self._cut_off = False
         self._why = ""
@@ -131,7 +271,7 @@ class NodeHost:
     def serve(
         self, signals: Sequence[int], joined: Callable[[str, int], None] = lambda _name, _nproc: None
     ) -> int:
-        """Return 0 once the runtime has finished with this node.
+        """Return 0 once the runtime has finished with this node; at an endpoint, if the run has succeeded.
 
         The caller appends the signals that this process gets to `signals`. `joined` is called with the node's
         name at the notebook and its number of ranks. Raises `OutOfReachError` if nobody answers, and
@@ -197,14 +337,7 @@ class NodeHost:
                     self._address = _own_end(self._connected)
                 except OSError as error:  # it has ended already
                     raise _refused() from error
-                self._data = DataSocket(
-                    self._runtime.hub,
-                    self._key,
-                    host=self._address,
-                    ports=self._ports,
-                    received=self._obey,
-                    lost=lambda group, number: self._send(wire.PieceLost(group=group, number=number)),
-                )
+                self._data = self._data_socket() if self._rdzv is None else None
                 asked = time.time()
                 send_to_notebook(self._socket, self._arriving())
             elif self._address:
@@ -215,6 +348,16 @@ class NodeHost:
             msg = f"ended by {signal.Signals(signals[0]).name} before it was let in"
             raise LaunchError(msg, phase="connect")
         raise OutOfReachError(_unanswered(self._endpoint), phase="connect")
+
+    def _data_socket(self) -> DataSocket:
+        return DataSocket(
+            self._runtime.hub,
+            self._key,
+            host=self._address,
+            ports=self._ports,
+            received=self._obey,
+            lost=lambda group, number: self._send(wire.PieceLost(group=group, number=number)),
+        )
 
     def _arriving(self) -> wire.Arriving:
         placement = place_ranks(self._options.nproc_per_node, "auto", os.environ)
@@ -256,11 +399,13 @@ class NodeHost:
                 return
             if events.poll(_LOOK_MS):
                 monitor.recv_monitor_message(events)
-                self._cut_off, self._why = True, self._why or "the notebook is gone, or out of reach"
+                self._cut_off = True
+                self._end_with("the notebook is gone, or out of reach")
                 return
-            for relay in list(self._relays.values()):
-                if relay.ended.is_set():
-                    self._close(relay)
+            for relay in [each for each in self._relays.values() if each.ended.is_set()]:
+                if self._rdzv is not None:
+                    self._end_with(relay.left or "the run did not succeed")
+                self._close(relay)
             if len(self._signals) > self._noticed:
                 hub.call(self._look_at_signals)
             if end_by == math.inf and self._leaves(time.monotonic()):
@@ -269,11 +414,18 @@ class NodeHost:
             if self._at_once or time.monotonic() > end_by:
                 return
 
+    def _end_with(self, why: str) -> None:
+        """End for this reason, unless a run at an endpoint has all that it wanted of this node."""
+        done = any(each.succeeded and not each.left for each in self._relays.values())
+        self._finished = True
+        if not (self._why or (done and self._rdzv is not None)):
+            self._why = why
+
     def _leaves(self, now: float) -> bool:
         """Whether a signal has it leave now: its ranks have saved, or their time is over."""
         since, longest = now - self._leaves_since, self._save_seconds
         saved = all(relay.saved for relay in list(self._relays.values()))
-        return since >= longest or (saved and since >= _NAMED_SECONDS)
+        return since >= longest or (saved and since >= min(_NAMED_SECONDS, longest))
 
     def _end_groups(self) -> None:
         """End the remaining groups; ranks that were released as succeeded end by themselves."""
@@ -286,7 +438,7 @@ class NodeHost:
             relay.ended.wait(relay.longest_end)
             self._close(relay)
 
-    def _close(self, relay: PlacedRelay) -> None:
+    def _close(self, relay: NodeRelay) -> None:
         relay.join()
         del self._relays[relay.name]
         self._runtime.hub.call(functools.partial(self._code.release, relay.name))
@@ -313,19 +465,20 @@ class NodeHost:
         """Report new signals: the ranks are to save, or this node is to leave."""
         for number in self._signals[self._noticed :]:
             self._noticed += 1
-            name, seconds = signal.Signals(number).name, NOTICES.get(signal.Signals(number), 0.0)
-            if number != signal.SIGUSR1 and self._why:
+            name, warns = signal.Signals(number).name, number == signal.SIGUSR1 and self._rdzv is None
+            # The nodes of an endpoint leave at once: no engine has announced anything.
+            seconds = NOTICES.get(signal.Signals(number), 0.0) if self._rdzv is None else 0.0
+            if not warns and self._why:
                 # Slurm sends SIGTERM twice.
                 twice = number == signal.SIGTERM and time.monotonic() < self._leaves_since + _NAMED_SECONDS
                 self._at_once = self._at_once or not twice
                 continue
-            if number != signal.SIGUSR1:
+            if not warns:
                 self._why, self._save_seconds = f"left after {name}", seconds
                 self._leaves_since = time.monotonic()
             if seconds:
-                leaves = number != signal.SIGUSR1
                 send_to_notebook(
-                    self._socket, wire.Notice(seconds=seconds, words=f"got {name}", leaves=leaves)
+                    self._socket, wire.Notice(seconds=seconds, words=f"got {name}", leaves=not warns)
                 )
 
     def _stop_obeying(self) -> None:
@@ -351,7 +504,9 @@ class NodeHost:
                 self._open(message)
             case wire.HaveCode() | wire.CodeFiles() | wire.Piece(group=""):
                 self._code.receive(message, data)
-            case wire.Finish():
+            case wire.Finish(succeeded=succeeded):
+                if self._rdzv is not None and not succeeded:
+                    self._why = self._why or "the run is over, and did not succeed"
                 self._finished = True
             case wire.OpenProbe():
                 # It closes by itself.
@@ -374,64 +529,70 @@ class NodeHost:
         try:
             relay = self._relay(opened)
         except Exception as error:  # noqa: BLE001 - the notebook gets it
-            self._send(wire.NodeEnded(f"{type(error).__name__}: {error}", group=opened.group))
+            self._send(wire.NodeEnded(group=opened.group, error=f"{type(error).__name__}: {error}"))
             return
         self._relays[opened.group] = relay
         relay.start()
 
-    def _relay(self, opened: wire.OpenGroup) -> PlacedRelay:
-        rdzv = RendezvousConfig(
-            backend="directed",
-            host="",
-            port=0,
-            least=1,
-            most=1,
-            local_addr=self._address,
-            hosting=False,
-        )
+    def _relay(self, opened: wire.OpenGroup) -> NodeRelay:
+        rdzv = self._rdzv or _DIRECTED
+        least, most = opened.nodes
+        rdzv = replace(rdzv, least=least, most=most, local_addr=rdzv.local_addr or self._address)
         env = dict(opened.env)
         env |= rendezvous.network_variables(rdzv, {**os.environ, **env})
         environ = {**os.environ, **env}
-        alone = opened.processes.virtual_local_rank
-        placement = place_ranks(
-            self._options.nproc_per_node, opened.backend, environ, virtual_local_rank=alone
-        )
+        options, loaded_under = self._options, self._runtime.server.loaded_under()
+        if self._rdzv is None:
+            role, processes = opened.role, _processes(opened.processes, environ, loaded_under)
+            run_id = opened.group
+        else:
+            role, processes = options.role, process_settings(options, environ, loaded_under)
+            run_id = options.rdzv_id or ""
+        alone = processes.virtual_local_rank
+        placement = place_ranks(options.nproc_per_node, opened.backend, environ, virtual_local_rank=alone)
         descriptors.make_room(placement.nproc)
-        loaded_under = self._runtime.server.loaded_under()
-        # Slurm gives nodes the notebook's HOME, which may not be there either.
-        home = os.path.expanduser(b"~")  # noqa: PTH111 - never raises
-        cwd = next(filter(os.path.isdir, (opened.cwd, home)), os.fsencode(tempfile.gettempdir()))
-        processes = _processes(opened.processes, environ, loaded_under)
-        forked = processes.start_method == "forkserver"
-        logs = self._runtime.directory.make("logs-")
+        forked = self._rdzv is None and processes.start_method == "forkserver"
+        logs = Path(options.log_dir).absolute() if options.log_dir else self._runtime.directory.make("logs-")
+        logs.mkdir(parents=True, exist_ok=True)
         settings = AgentSettings(
             nproc=placement.nproc,
-            role=opened.role,
-            # The runtime decides when to give up.
+            role=role,
+            # The notebook decides when to give up.
             max_restarts=_UNLIMITED,
             monitor_interval=opened.monitor_interval,
             grace=opened.grace,
             shutdown_timeout=opened.shutdown_timeout,
-            run_id=opened.group,
+            run_id=run_id,
             log_dir=logs,
+            private_logs=not options.log_dir,
             processes=processes,
             rdzv=rdzv,
         )
         try:
-            return PlacedRelay(
+            return NodeRelay(
                 self._runtime,
                 self._send,
                 settings,
-                lambda prepare: of_this_machine(prepare, env, placement, cwd),
+                lambda prepare: of_this_machine(prepare, env, placement, _directory(opened)),
                 code=self._code,
-                keep=opened.keep,
+                opened=opened,
                 node=self._name,
                 clock=self._clock,
                 note=unheeded(environ, loaded_under) if forked else "",
             )
         except BaseException:
-            remove_tree(logs)
+            if settings.private_logs:
+                remove_tree(logs)
             raise
+
+
+def _directory(opened: wire.OpenGroup) -> bytes:
+    """Return the ranks' directory: the notebook's, if it exists here; at an endpoint, this process's."""
+    if not opened.cwd:
+        return working_directory()
+    # Slurm gives nodes the notebook's HOME, which may not be there either.
+    home = os.path.expanduser(b"~")  # noqa: PTH111 - never raises
+    return next(filter(os.path.isdir, (opened.cwd, home)), os.fsencode(tempfile.gettempdir()))
 
 
 def _processes(
@@ -444,7 +605,10 @@ def _processes(
 
 
 def _refused() -> LaunchError:
-    msg = "the notebook does not let this node in: it has another key. Give the notebook's key."
+    msg = (
+        "the notebook does not let this node in: its key is wrong. Copy the notebook's key file, and set "
+        f"{KEY_FILE} to its path."
+    )
     return LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
 
 

@@ -3,7 +3,7 @@
     the command, without torch         keeper ──> fork server ──> rank, rank, ...
       options, key, signals  <─ link ─> └──────> node program, a fork of the fork server
 
-The command reads its options and the key, has the node program (`program`) forked, passes on its own signals,
+The command reads its options and the key, has the node program (`host`) forked, passes on its own signals,
 and exits with the program's status, once the keeper and all that it kept are gone. If the command is killed,
 the keeper ends the rest. So a node imports torch once.
 
@@ -39,7 +39,7 @@ from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
 from nblaunch.options.table import Option, plain_help
 
-LIVE = "nblaunch.nodes.program:live"
+LIVE = "nblaunch.nodes.host:live"
 """What the node program calls, by name: the command does not import it."""
 READY, HEEDED = b"\xff", b"\0"
 CUT_OFF = 4
@@ -121,7 +121,8 @@ def join(arguments: Sequence[str]) -> int:
         handled = {signal.Signals[name] for name in parsed.options.signals_to_handle.split(",")}
         status = _run(order, handled.union(NOTICES if endpoint else ()))
         if status == CUT_OFF:
-            _give_back(endpoint)
+            if endpoint:
+                _give_back(endpoint)
             status = 1
     except OptionError as error:
         return failed(str(error), 2)

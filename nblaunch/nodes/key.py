@@ -1,4 +1,4 @@
-"""Who may join a run: who has its key, and its versions; the command by which they do.
+"""Who may join a run: who has its key; the command by which they do.
 
 The key is on no command line, and in no environment that nblaunch makes. It is in a file of mode 0600, or in
 a variable that the user has set. Both key pairs of the encrypted channel are derived from it, so each side
@@ -12,7 +12,6 @@ import hashlib
 import os
 import secrets
 import stat
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -23,7 +22,6 @@ from nblaunch._inherited import JOIN_KEY
 
 if TYPE_CHECKING:
     from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
-    from nblaunch.nodes.messages import Joining
 
 KEY_FILE = "NBLAUNCH_JOIN_KEY_FILE"
 _LEAST_CHARACTERS, _LONGEST = 32, 4096
@@ -102,29 +100,4 @@ def join_command(settings: AgentSettings, rdzv: RendezvousConfig, file: str) -> 
         f"To join from another terminal, or from a machine to which you copy the key file:\n"
         f"{KEY_FILE}={file} python -m nblaunch join --rdzv-endpoint {rdzv.host}:{rdzv.port} "
         f"--rdzv-id {settings.run_id}{backend}{number} -n {settings.nproc}"
-    )
-
-
-def versions() -> tuple[str, str]:
-    """Return the Python minor and the torch that all nodes share: functions travel as bytecode."""
-    import torch  # only here: the command that starts a node imports none
-
-    # Without the part behind `+`: a machine with GPUs has another build of the same torch. A `TorchVersion`,
-    # which messages cannot carry, is its own first part where there is no `+`.
-    return f"{sys.version_info.major}.{sys.version_info.minor}", str(torch.__version__).partition("+")[0]
-
-
-def refusal_of(node: Joining) -> str:
-    """Return why a node that has the key cannot join; empty if it can."""
-    from nblaunch.protocol.messages import PROTOCOL_VERSION
-
-    if node.version != PROTOCOL_VERSION:
-        return f"{node.name} has another version of nblaunch. Install the notebook's there."
-    ours = versions()
-    if (node.python, node.torch) == ours:
-        return ""
-    return (
-        f"{node.name} has Python {node.python or '?'} and torch {node.torch or '?'}, the notebook has Python "
-        f"{ours[0]} and torch {ours[1]}. Functions and tensors travel only where both are the same. Install "
-        "the notebook's versions there."
     )

@@ -1,11 +1,11 @@
-"""The messages between the runtime and a node that has joined, over TCP.
+"""The messages between the runtime and a node, over TCP.
 
 Each message is one MessagePack frame; `Wrote` and `Piece` have a second one with raw bytes. Messages from and
 to ranks are carried as they are, encoded by `nblaunch.protocol.messages`.
 
-A node that joins torch's rendezvous serves one run: it sends `Joining`, and gets `Welcome`. A node that an
-engine placed serves the groups of a fleet: it sends `Arriving`, gets `Admitted`, and each message names its
-`group`. The sockets for data carry `Piece` from a parent and `PieceTaken` from a child.
+A node sends `Arriving`, gets `Admitted`, and then an `OpenGroup` for each group that it is to serve, which
+the later messages name. For nodes that an engine placed each attempt begins with `Meet`; those of an endpoint
+meet at torch's rendezvous. The sockets for data carry `Piece` from a parent and `PieceTaken` from a child.
 """
 
 from __future__ import annotations
@@ -64,38 +64,21 @@ class ReachResult(msgspec.Struct, frozen=True):
 # From a node
 
 
-class Joining(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message of a node, before it joins the rendezvous."""
-
-    name: str
-    nproc: int
-    version: int = PROTOCOL_VERSION
-    python: str = ""
-    torch: str = ""
-
-
 class Workers(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Its ranks have been started."""
 
+    group: str
     attempt: int
     workers: tuple[Worker, ...]
-    group: str = ""
-
-
-class RankMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A message of one of its ranks."""
-
-    attempt: int
-    data: bytes
 
 
 class Wrote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The next bytes of a rank's log file."""
 
+    group: str
     attempt: int
     rank: int
     stream: Stream
-    group: str = ""
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -114,33 +97,30 @@ class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Gone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One of its processes has ended."""
 
+    group: str
     attempt: int
     rank: int
     exitcode: int
     expected: bool
     reason: str = ""
     details: str = ""
-    group: str = ""
 
 
 class OthersStopped(msgspec.Struct, frozen=True, tag=True):
     """Its ranks that were still at work have exited."""
 
-    group: str = ""
+    group: str
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The node asks the run to go on without it, and waits for its release."""
 
 
-class NodeEnded(msgspec.Struct, frozen=True, tag=True):
-    """Its ranks have exited, and it is about to; `error` is the reason, if the runtime does not know it."""
+class NodeEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Its ranks and agent of a group have ended; `error` is the reason, if the runtime does not know it."""
 
+    group: str
     error: str = ""
-    group: str = ""
-
-
-# From a node that an engine has placed, besides these
 
 
 class Arriving(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -245,52 +225,25 @@ class CodeLacking(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 # To a node
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Accept the node, with the run's settings."""
-
-    least: int
-    most: int
-    backend: str
-    env: tuple[tuple[str, str], ...]
-    grace: float
-    shutdown_timeout: int
-    monitor_interval: float
-
-
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Reject the node."""
 
     why: str
 
 
-class ForRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A message for one of its ranks."""
-
-    attempt: int
-    rank: int
-    data: bytes
-
-
 class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Release the ranks, and stop the `others`."""
 
+    group: str
     attempt: int
     succeeded: bool
     others: tuple[int, ...]
-    group: str = ""
-
-
-class Rejoin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Re-run the rendezvous: the membership changes."""
-
-    attempt: int
-    group: str = ""
 
 
 class SkipGrace(msgspec.Struct, frozen=True, tag=True):
     """Skip what is left of the grace period."""
 
-    group: str = ""
+    group: str
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
@@ -301,9 +254,6 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Liveness probe; only its delivery matters."""
-
-
-# To a node that an engine has placed, besides these
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -319,8 +269,10 @@ class Admitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Prepare a group and its agent; answered by `MeetAgain`.
+    """Prepare a group and its agent; answered by `MeetAgain` if the runtime decides each rendezvous.
 
+    `nodes` are the least and the most, for torch's rendezvous, in which a node of an endpoint takes part;
+    such a node has options of its own in place of `role` and `processes`.
     `backend` is the one asked for; `Prepare` carries the final one, once all nodes are known. `env` are
     variables for the ranks. `cwd` is the notebook's directory, used if it exists. `processes` lack `environ`:
     a node's ranks have the node's environment.
@@ -336,6 +288,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     monitor_interval: float
     processes: ProcessSettings
     cwd: bytes
+    nodes: tuple[int, int] = (1, 1)
 
 
 class Meet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -430,12 +383,12 @@ class AdoptRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     world_size: int
 
 
-_FromJoined = Joining | Workers | RankMessage | Wrote | Piece | Gone | OthersStopped | Leaving | NodeEnded
-_FromPlaced = Arriving | MeetAgain | RankMessages | RanksMeasured | Notice | Dumped | PieceLost | PieceTaken
-FromNode = _FromJoined | _FromPlaced | ProbeOpen | Reachable | CodeLacking
-_ToJoined = Welcome | Refused | ForRank | Piece | Release | Rejoin | SkipGrace | Finish | Ping
-_ToPlaced = Admitted | OpenGroup | Meet | ForRanks | Restart | EndGroup | MeasureRanks | DumpStacks
-ToNode = _ToJoined | _ToPlaced | OpenProbe | Try | HaveCode | CodeFiles | AdoptRanks
+_FromRanks = Workers | RankMessages | Wrote | Gone | RanksMeasured | OthersStopped | Dumped
+_FromGroup = _FromRanks | Piece | PieceLost | MeetAgain | NodeEnded
+FromNode = Arriving | _FromGroup | Leaving | Notice | PieceTaken | ProbeOpen | Reachable | CodeLacking
+_ToRanks = ForRanks | Release | Restart | AdoptRanks | SkipGrace | MeasureRanks | DumpStacks
+_ToGroup = _ToRanks | Piece | OpenGroup | Meet | EndGroup
+ToNode = Admitted | Refused | Finish | Ping | _ToGroup | OpenProbe | Try | HaveCode | CodeFiles
 
 M = TypeVar("M")
 

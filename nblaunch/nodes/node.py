@@ -1,8 +1,8 @@
 """A node's relays, between its ranks and the notebook's worker group.
 
 A relay is a member of this process's hub, and handles the events of its agent. It reads the ranks' log files,
-and sends a rank's new bytes before the rank's next message. A node that joins the rendezvous of one run has
-one relay; a node that an engine placed has one for each group.
+and sends a rank's new bytes before the rank's next message. A node has one relay for each group. Which nodes
+take part in an attempt, the notebook decides (`Meet`), or torch's rendezvous, in which the agent takes part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nblaunch.group.stacks import ExitReasons, stacks_of_silent
 from nblaunch.group.usage import SeenGpus, measuring
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.code import NodeCode
-from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
+from nblaunch.nodes.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
 from nblaunch.protocol.client import Event, Placement
 from nblaunch.protocol.messages import (
     Abort,
@@ -85,55 +85,78 @@ class NodeRelay:
 
     quiet = False
 
-    def __init__(  # noqa: PLR0913 - what a group is, and what of this process it uses
+    def __init__(  # noqa: PLR0913 - what a group is, and what of this process and node it uses
         self,
         runtime: LocalRuntime,
         send: Callable[[wire.FromNode, memoryview | bytes | None], None],
         settings: AgentSettings,
         prepare: Callable[[Prepare], Prepare],
         *,
-        name: str = "",
-        keep: bool = False,
-        waiting: Callable[[], None] | None = None,
+        code: NodeCode,
+        opened: wire.OpenGroup,
+        node: str,
+        clock: float,
+        note: str = "",
     ) -> None:
         """Prepare; `start` starts the ranks. `prepare` adapts the notebook's `Prepare` to this machine.
 
-        `send` sends to the notebook, on the hub's thread. `name` is the group's at the notebook.
+        `send` sends to the notebook, on the hub's thread. The notebook's name for this node is `node`, and
+        its clock is ahead by `clock` seconds. `note` is a text about this machine's ranks for the user.
         """
         self.group, self.token = secrets.token_hex(4), secrets.token_hex(16)
-        self.name = name
-        self.attempt = -1
-        self.ended = threading.Event()
+        self.name = opened.group
+        """The group's at the notebook."""
+        self.attempt, self.ended = -1, threading.Event()
         self.succeeded = False
         """Whether the notebook has released the ranks with all of their values."""
         self.left = ""
         """Why this node left before the run was over."""
-        self._hub, self._to_notebook, self._prepare = runtime.hub, send, prepare
+        self.longest_end = settings.shutdown_timeout + settings.grace + _END_SECONDS
+        """How many seconds the group may take to end after it was released or stopped."""
+        self._hub, self._to_notebook, self._prepare, self._code = runtime.hub, send, prepare, code
+        self._node, self._clock, self._note = node, clock, note
         self._directory = runtime.directory.make("group-")
+        self._log_directory, self._private_logs = settings.log_dir, settings.private_logs
         self._exit_reasons = ExitReasons(self._directory)
         self._outgoing, self._incoming = OutgoingTransfer(), IncomingTransfer(self._directory)
+        self._titles: dict[str, str] = {}
+        self._logs: dict[int, list[_Log]] = {}
+        self._waits: list[bytes] = []
+        """Messages of ranks to send with the hub's next turn, or before any other message."""
+        self._prepared: Prepare | None = None
+        """As the ranks of this machine got it last."""
+        self._processes, self._keep, self._nproc = settings.processes, opened.keep, settings.nproc
+        self._aborting: set[int] = set()
+        """Ranks that are to be ended, but are still inside NCCL."""
+        self._clear(0)
+        self._may_end, self._measuring = threading.Event(), contextlib.ExitStack()
+        try:
+            self._agent = AgentThread(
+                settings, self._rank_arguments, self, runtime.server, self._awaits_meeting
+            )
+        except BaseException:
+            remove_tree(self._directory)
+            raise
+
+    def _clear(self, base: int) -> None:
+        """Have the state of an attempt whose processes are to come."""
+        self._started = self._ending = False
+        self._base, self._shift = base, 0
+        """The first rank, and by how much the ranks' numbers differ from those that the agent knows."""
+        self._ranks: dict[int, RankState] = {}
+        """The processes that have not ended."""
+        self._early: list[tuple[FromRank, bytes]] = []
+        """Messages of ranks before the notebook knows their processes."""
         self._tickets: dict[int, Payload] = {}
         """The payload's ticket in each rank's last job."""
         self._claimed: dict[str, Payload | Exception] = {}
         """What these tickets, by path, are for."""
-        self._titles: dict[str, str] = {}
-        self._pids: dict[int, int] = {}
-        """The processes of this attempt that have not ended, by rank."""
-        self._logs: dict[int, list[_Log]] = {}
-        self._private_logs = settings.private_logs
-        self._early: list[tuple[FromRank, bytes]] = []
-        """Messages of an attempt whose processes the notebook does not know yet."""
-        self._shift = 0
-        """The difference between the ranks' numbers and those that their agent knows."""
-        self._started = False
-        self._prepared: Prepare | None = None
-        """As the ranks of this machine got it last."""
-        self._processes, self._keep = settings.processes, keep
-        try:
-            self._agent = AgentThread(settings, self._rank_arguments, self, runtime.server, waiting)
-        except BaseException:
-            remove_tree(self._directory)
-            raise
+        self._held: dict[int, deque[ToRank]] = {}
+        """Messages that wait for each rank, behind a job whose payload is incomplete."""
+        self._whole: set[Payload] = set()
+        """Tickets of held jobs whose payloads have arrived since."""
+        self._saving: set[int] | None = None
+        """Ranks that were ordered to save, and have not saved yet; None before the first order."""
 
     def start(self) -> None:
         """Meet the other nodes, and start the ranks; from any thread."""
@@ -147,358 +170,17 @@ class NodeRelay:
 
     def join(self) -> None:
         """Wait for the agent's thread, and close; not on the hub's thread."""
+        self._measuring.close()
         self._agent.join(_END_SECONDS)
         with contextlib.suppress(LaunchError):  # the hub has ended, and uses neither any more
             self._hub.run(self._close, _END_SECONDS)
         remove_tree(self._directory)
+        if self._private_logs:
+            remove_tree(self._log_directory)
 
     def _close(self) -> None:
         self._hub.remove(self)
         self._incoming.close()
-
-    # --- from the notebook -------------------------------------------------------------------------
-
-    def obey(self, message: wire.ToNode, data: memoryview) -> None:
-        """Carry out an order of the notebook; drop one for another attempt than the current one."""
-        match message:
-            case wire.Piece():
-                self._incoming.receive(message, data)
-            case wire.Release(succeeded=succeeded, others=others) if message.attempt == self.attempt:
-                self.succeeded = succeeded
-                self._agent.release(
-                    succeeded=succeeded, others=frozenset(rank - self._shift for rank in others)
-                )
-            case wire.Rejoin(attempt=attempt) if attempt == self.attempt:
-                self._agent.rejoin()
-            case wire.SkipGrace():
-                self._agent.skip_grace()
-            case wire.DumpStacks(ranks=ranks):
-                self._find_out(ranks)
-            case _:
-                pass
-
-    def _find_out(self, ranks: tuple[int, ...]) -> None:
-        """Report the stacks of these ranks, which do not answer; on a thread, because it may block."""
-        # Processes and their dump files have the numbers with which the ranks began.
-        shift, known = self._shift, self._pids
-        pids = {rank - shift: known[rank - shift] for rank in ranks if rank - shift in known}
-        titles, gone = self._titles.copy(), {rank: _GONE for rank in ranks if rank - shift not in known}
-
-        def look() -> None:
-            found = stacks_of_silent(pids, str(self._directory), titles)
-            for rank, text in {**gone, **{rank + shift: text for rank, text in found.items()}}.items():
-                dumped = wire.Dumped(group=self.name, rank=rank, text=text)
-                self._hub.call(functools.partial(self._send, dumped))
-
-        threading.Thread(target=look, name="nblaunch-stacks", daemon=True).start()
-
-    def _deliver(self, rank: int, message: ToRank) -> None:
-        """Send a message to a rank, as a rank of this machine gets it."""
-        match message:
-            case Prepare():
-                message = self._prepared = self._prepare(message)
-            case Dispatch():
-                try:
-                    message = self._with_payload(rank, message)
-                except (OSError, MemoryError) as error:
-                    now = time.time()
-                    failure = value_lost(
-                        error, now, f"the node could not take over what the job needs: {error}"
-                    )
-                    self._pass_on(Raised(rank=rank, failure=failure))
-                    return
-            case _:
-                pass
-        self._hub.send(self, rank, message)
-
-    def _with_payload(self, rank: int, dispatch: Dispatch) -> Dispatch:
-        """Return a job with its payload in place of the ticket. Raises the error of a piece that failed."""
-        self._titles = {name: title for name, (title, _) in dispatch.sources.items()}
-        if isinstance(dispatch.job, CellJob):
-            self._titles[dispatch.job.filename] = dispatch.job.title
-        ticket, before = dispatch.payload, self._tickets.get(rank)
-        self._tickets[rank] = ticket
-        if before is not None and before not in self._tickets.values():
-            # The rank has finished with the payload, and no other rank uses it.
-            self._incoming.drop(before)
-            self._claimed.pop(before.path, None)
-        if ticket.inline is not None:
-            return dispatch
-        if ticket.path not in self._claimed:
-            try:
-                self._claimed[ticket.path] = self._incoming.claim(ticket)
-            except (OSError, MemoryError) as error:
-                self._claimed[ticket.path] = error
-        payload = self._claimed[ticket.path]
-        if isinstance(payload, Exception):
-            raise payload
-        return msgspec.structs.replace(dispatch, payload=payload)
-
-    def _send(self, message: wire.FromNode, data: memoryview | bytes | None = None) -> None:
-        self._to_notebook(message, data)
-
-    # --- from the ranks ----------------------------------------------------------------------------
-
-    def receive(self, message: FromRank, data: bytes) -> None:
-        """Send a rank's message on, after the output that came before it."""
-        if isinstance(message, Finishing):
-            self._agent.let_finish()
-        if not self._started:
-            self._early.append((message, data))
-            return
-        self._pass_on(message, data)
-
-    def _pass_on(self, message: FromRank, data: bytes | None = None) -> None:
-        """Send a message of a rank to the notebook; `data` is what the rank has sent."""
-        self._send_logs(message.rank)
-        sent = self._translated(message)
-        if isinstance(sent, Returned | Profiled):
-            try:
-                ticket, pieces = self._outgoing.pieces(payload_of(sent))
-            except OSError:
-                return  # the process is gone, and its exit will be reported
-            for piece, part in pieces:
-                self._send(msgspec.structs.replace(piece, group=self.name), part)
-            sent = with_payload(sent, ticket)
-        self._send_from_rank(data if data is not None and sent is message else encode(sent))
-
-    def _translated(self, message: FromRank) -> FromRank:
-        """Return a message as the notebook understands it."""
-        return message
-
-    def _send_from_rank(self, data: bytes) -> None:
-        raise NotImplementedError
-
-    def tick(self, now: float) -> None:  # noqa: ARG002 - as every member of a hub has it
-        """Send new output."""
-        for rank in self._logs:
-            self._send_logs(rank)
-
-    def lost(self, error: Exception) -> None:
-        """End: no message of a rank arrives any more."""
-        self.stop(f"the ranks' socket broke: {error}")
-
-    def _send_logs(self, rank: int) -> None:
-        for log in self._logs.get(rank, ()):
-            for data in log.unread():
-                wrote = wire.Wrote(group=self.name, attempt=self.attempt, rank=rank, stream=log.stream)
-                self._send(wrote, data)
-
-    # --- from the agent, on its thread -------------------------------------------------------------
-
-    def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        # If a group starts again after days, a cleaner may have removed both.
-        self._hub.be_reachable()
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        orders = Orders(
-            self._hub.address,
-            self.group,
-            self.token,
-            attempt,
-            str(self._directory),
-            keep=self._keep,
-            fresh=self._processes.environ if self._processes.start_method == "spawn" else None,
-            virtual_local_rank=self._processes.virtual_local_rank,
-            numa_binding=self._processes.numa_binding,
-        )
-        return (orders,)
-
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
-        """Record the attempt before the first process is forked: it may send before the last one is."""
-        self._hub.run(lambda: self._begin(number))
-
-    def _begin(self, number: int) -> None:
-        self._close_logs()
-        self.attempt, self._started, self._early, self._pids = number, False, [], {}
-        for ticket in set(self._tickets.values()):
-            self._incoming.drop(ticket)
-        self._tickets, self._claimed = {}, {}
-        # On this thread: orders for the new attempt must not be dropped with the old ones.
-        self._agent.forget_orders()
-
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
-        """Report the processes, and then what the first of them have sent meanwhile."""
-
-        def report() -> None:
-            records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
-            self._send(wire.Workers(group=self.name, attempt=number, workers=records))
-            self._pids = {each.rank: each.pid for each in workers}
-            self._logs = {
-                each.rank: [
-                    _Log(Stream.STDOUT, each.stdout, bounded=self._private_logs),
-                    _Log(Stream.STDERR, each.stderr, bounded=self._private_logs),
-                ]
-                for each in workers
-            }
-            self._started = True
-            early, self._early = self._early, []
-            for message, data in early:
-                self.receive(message, data)
-
-        self._hub.call(report)
-
-    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Report the exit, after all that the rank has sent and printed."""
-
-        def report() -> None:
-            self._hub.drain()
-            self._pids.pop(rank, None)
-            self._send_logs(rank + self._shift)
-            exited = Exited(rank=rank, exitcode=exitcode, time=0, expected=expected, reason=reason)
-            exited = self._exit_reasons.explained(exited, self._titles)
-            gone = wire.Gone(
-                group=self.name,
-                attempt=self.attempt,
-                rank=rank + self._shift,
-                exitcode=exitcode,
-                expected=expected,
-                reason=exited.reason,
-                details=exited.details,
-            )
-            self._send(gone)
-
-        self._hub.call(report)
-
-    def membership_changing(self) -> None:
-        """Do nothing: the notebook has ordered it."""
-
-    def ranks_ending(self) -> None:
-        """Do nothing: the notebook sends `Abort` to all ranks, those of other nodes too."""
-
-    def others_stopped(self) -> None:
-        """Report it."""
-        self._hub.call(lambda: self._send(wire.OthersStopped(group=self.name)))
-
-    def recorded(self, event: Event) -> None:
-        """Do nothing: a result has the events of the notebook's own agent, as torchrun's log has its own."""
-
-    def agent_ended(self, error: BaseException | None) -> None:
-        """Report it, and end."""
-        if error is not None:
-            self.left = self.left or f"{type(error).__name__}: {error}"
-
-        def report() -> None:
-            self._close_logs()
-            self._report_end()
-            self.ended.set()
-
-        self._hub.call(report)
-
-    def _report_end(self) -> None:
-        self._send(wire.NodeEnded(self.left, group=self.name))
-
-    def _close_logs(self) -> None:
-        for rank, logs in self._logs.items():
-            self._send_logs(rank)
-            for log in logs:
-                log.close()
-        self._logs = {}
-
-
-class JoinedRelay(NodeRelay):
-    """The relay of a node that has joined the rendezvous of one run, on a connection of its own."""
-
-    def __init__(
-        self,
-        runtime: LocalRuntime,
-        socket: zmq.Socket[bytes],
-        settings: AgentSettings,
-        prepare: Callable[[Prepare], Prepare],
-    ) -> None:
-        """Prepare, as every relay."""
-        self._socket = socket
-        self._finished = False
-        super().__init__(runtime, functools.partial(send_to_notebook, socket), settings, prepare)
-
-    def start(self) -> None:
-        """Meet the other nodes, and start the ranks."""
-        self._hub.call(lambda: self._hub.watch(self._socket, self._receive_orders))
-        super().start()
-
-    def leave(self) -> None:
-        """Ask the notebook to go on without this node; from any thread."""
-        self._hub.call(lambda: self._send(wire.Leaving()))
-
-    def _close(self) -> None:
-        self._hub.watch(self._socket, None)
-        super()._close()
-
-    def _receive_orders(self) -> None:
-        for message, data in orders_of(self._socket):
-            self.obey(message, data)
-
-    def obey(self, message: wire.ToNode, data: memoryview) -> None:
-        """Carry out an order of the notebook."""
-        match message:
-            case wire.ForRank(attempt=attempt, rank=rank, data=encoded) if attempt == self.attempt:
-                self._deliver(rank, decode_to_rank(encoded, "the notebook"))
-            case wire.Finish(succeeded=succeeded):
-                self.succeeded, self._finished = succeeded or self.succeeded, True
-                if not self.succeeded:
-                    self.stop("the run is over, and did not succeed")
-            case wire.Refused(why=why):
-                self.stop(why)
-            case _:
-                super().obey(message, data)
-
-    def _send_from_rank(self, data: bytes) -> None:
-        self._send(wire.RankMessage(attempt=self.attempt, data=data))
-
-    def _report_end(self) -> None:
-        if not self._finished:
-            super()._report_end()
-
-
-class PlacedRelay(NodeRelay):
-    """The relay of one group on a node that an engine placed; the runtime directs its agent."""
-
-    def __init__(  # noqa: PLR0913 - as every relay, and what the node is to the notebook
-        self,
-        runtime: LocalRuntime,
-        send: Callable[[wire.FromNode, memoryview | bytes | None], None],
-        settings: AgentSettings,
-        prepare: Callable[[Prepare], Prepare],
-        *,
-        code: NodeCode,
-        keep: bool,
-        node: str,
-        clock: float,
-        note: str = "",
-    ) -> None:
-        """Prepare, as every relay; the notebook's name for this node is `node`.
-
-        The notebook's clock is ahead by `clock` seconds. `note` is a text about this machine's ranks for the
-        user.
-        """
-        self._node, self._clock, self._note, self._code = node, clock, note, code
-        self._log_directory = settings.log_dir
-        self._nproc, self._base = settings.nproc, 0
-        self.longest_end = settings.shutdown_timeout + settings.grace + _END_SECONDS
-        """How many seconds the group may take to end after it was released or stopped."""
-        self._waits: list[bytes] = []
-        """Messages of ranks to send with the hub's next turn, or before any other message."""
-        self._held: dict[int, deque[ToRank]] = {}
-        """Messages that wait for each rank, behind a job whose payload is incomplete."""
-        self._whole: set[Payload] = set()
-        """Tickets of held jobs whose payloads have arrived since."""
-        self._ranks: dict[int, RankState] = {}
-        """The processes of this attempt that have not ended."""
-        self._aborting: set[int] = set()
-        """Ranks that are to be ended, but are still inside NCCL."""
-        self._saving: set[int] | None = None
-        """Ranks that were ordered to save, and have not saved yet; None before the first order."""
-        self._ending = False
-        self._may_end = threading.Event()
-        self._measuring = contextlib.ExitStack()
-        super().__init__(
-            runtime, send, settings, prepare, name=settings.run_id, keep=keep, waiting=self._awaits_meeting
-        )
-
-    def join(self) -> None:
-        """Wait for the agent's thread, and close; not on the hub's thread."""
-        self._measuring.close()
-        super().join()
-        remove_tree(self._log_directory)
 
     @property
     def saved(self) -> bool:
@@ -509,15 +191,14 @@ class PlacedRelay(NodeRelay):
         note, self._note = self._note, ""
         self._hub.call(lambda: self._send(wire.MeetAgain(group=self.name, after=self.attempt, error=note)))
 
+    # --- from the notebook -------------------------------------------------------------------------
+
     def obey(self, message: wire.ToNode, data: memoryview) -> None:
-        """Carry out an order of the notebook."""
+        """Carry out an order of the notebook; drop one for another attempt than the current one."""
         match message:
             case wire.Meet(attempt=attempt):
-                self.flush()
                 # Set now, not at the fork: the notebook may order the next restart at once.
-                self._begin(attempt)
-                self._held, self._whole, self._ranks, self._ending = {}, set(), {}, False
-                self._base, self._shift, self._saving = message.base_rank, 0, None
+                self._begin(attempt, message.base_rank)
                 self._agent.meet(_round_of(message))
             case wire.AdoptRanks() if message.attempt == self.attempt:
                 self._go_on_as(message)
@@ -531,8 +212,19 @@ class PlacedRelay(NodeRelay):
                 self._agent.restart()
             case wire.EndGroup():
                 self._agent.stop()
+            case wire.Piece():
+                self._incoming.receive(message, data)
+            case wire.Release(succeeded=succeeded, others=others) if message.attempt == self.attempt:
+                self.succeeded = succeeded
+                self._agent.release(
+                    succeeded=succeeded, others=frozenset(rank - self._shift for rank in others)
+                )
+            case wire.SkipGrace():
+                self._agent.skip_grace()
+            case wire.DumpStacks(ranks=ranks):
+                self._find_out(ranks)
             case _:
-                super().obey(message, data)
+                pass
 
     def _go_on_as(self, message: wire.AdoptRanks) -> None:
         """Go on with the same ranks in another attempt; their agent does not notice."""
@@ -601,12 +293,64 @@ class PlacedRelay(NodeRelay):
         if held and held[0] is message:  # the job has not been taken back
             self._go_on(rank)
 
+    def _find_out(self, ranks: tuple[int, ...]) -> None:
+        """Report the stacks of these ranks, which do not answer; on a thread, because it may block."""
+        # Processes and their dump files have the numbers with which the ranks began.
+        shift, known = self._shift, self._ranks
+        pids = {rank - shift: known[rank].pid or 0 for rank in ranks if rank in known}
+        titles, gone = self._titles.copy(), {rank: _GONE for rank in ranks if rank not in known}
+
+        def look() -> None:
+            found = stacks_of_silent(pids, str(self._directory), titles)
+            for rank, text in {**gone, **{rank + shift: text for rank, text in found.items()}}.items():
+                dumped = wire.Dumped(group=self.name, rank=rank, text=text)
+                self._hub.call(functools.partial(self._send, dumped))
+
+        threading.Thread(target=look, name="nblaunch-stacks", daemon=True).start()
+
+    def _deliver(self, rank: int, message: ToRank) -> None:
+        """Send a message to a rank, as a rank of this machine gets it."""
+        match message:
+            case Prepare():
+                message = self._prepared = self._prepare(message)
+            case Dispatch():
+                try:
+                    message = self._with_payload(rank, message)
+                except (OSError, MemoryError) as error:
+                    now = time.time()
+                    failure = value_lost(
+                        error, now, f"the node could not take over what the job needs: {error}"
+                    )
+                    self._pass_on(Raised(rank=rank, failure=failure))
+                    return
+            case _:
+                pass
+        self._hub.send(self, rank, message)
+
     def _with_payload(self, rank: int, dispatch: Dispatch) -> Dispatch:
         """Return a job as a rank of this machine gets it. Raises the error of incomplete data."""
-        dispatch = super()._with_payload(rank, dispatch)
-        if dispatch.code is None:
+        self._titles = {name: title for name, (title, _) in dispatch.sources.items()}
+        if isinstance(dispatch.job, CellJob):
+            self._titles[dispatch.job.filename] = dispatch.job.title
+        ticket, before = dispatch.payload, self._tickets.get(rank)
+        self._tickets[rank] = ticket
+        if before is not None and before not in self._tickets.values():
+            # The rank has finished with the payload, and no other rank uses it.
+            self._incoming.drop(before)
+            self._claimed.pop(before.path, None)
+        if dispatch.code is not None:
+            dispatch = msgspec.structs.replace(dispatch, code=self._code.here(dispatch.code, self.name))
+        if ticket.inline is not None:
             return dispatch
-        return msgspec.structs.replace(dispatch, code=self._code.here(dispatch.code, self.name))
+        if ticket.path not in self._claimed:
+            try:
+                self._claimed[ticket.path] = self._incoming.claim(ticket)
+            except (OSError, MemoryError) as error:
+                self._claimed[ticket.path] = error
+        payload = self._claimed[ticket.path]
+        if isinstance(payload, Exception):
+            raise payload
+        return msgspec.structs.replace(dispatch, payload=payload)
 
     def _is_whole(self, ticket: Payload) -> None:
         self._whole.add(ticket)
@@ -657,10 +401,43 @@ class PlacedRelay(NodeRelay):
 
     def _send(self, message: wire.FromNode, data: memoryview | bytes | None = None) -> None:
         self.flush()
-        super()._send(message, data)
+        self._to_notebook(message, data)
 
-    def _send_from_rank(self, data: bytes) -> None:
-        self._waits.append(data)
+    # --- from the ranks ----------------------------------------------------------------------------
+
+    def receive(self, message: FromRank, data: bytes) -> None:
+        """Send a rank's message on, after the output that came before it."""
+        match message:
+            case Entered(rank=rank, device=device) if rank in self._ranks:
+                self._ranks[rank] = msgspec.structs.replace(self._ranks[rank], device=device)
+            case Aborted(rank=rank):
+                self._released(rank)
+            case Preempted(rank=rank):
+                self._has_saved(rank)
+            case Raised() if self._ending:
+                return  # the rank failed because of the abort
+            case Finishing():
+                self._agent.let_finish()
+            case _:
+                pass
+        if self._started:
+            self._pass_on(message, data)
+        else:
+            self._early.append((message, data))
+
+    def _pass_on(self, message: FromRank, data: bytes | None = None) -> None:
+        """Send a message of a rank to the notebook; `data` is what the rank has sent."""
+        self._send_logs(message.rank)
+        sent = self._translated(message)
+        if isinstance(sent, Returned | Profiled):
+            try:
+                ticket, pieces = self._outgoing.pieces(payload_of(sent))
+            except OSError:
+                return  # the process is gone, and its exit will be reported
+            for piece, part in pieces:
+                self._send(msgspec.structs.replace(piece, group=self.name), part)
+            sent = with_payload(sent, ticket)
+        self._waits.append(data if data is not None and sent is message else encode(sent))
 
     def _translated(self, message: FromRank) -> FromRank:
         """Return a message with the notebook's name for this node, and times of the notebook's clock."""
@@ -675,21 +452,6 @@ class PlacedRelay(NodeRelay):
             case _:
                 return message
 
-    def receive(self, message: FromRank, data: bytes) -> None:
-        """Forward a rank's message."""
-        match message:
-            case Entered(rank=rank, device=device) if rank in self._ranks:
-                self._ranks[rank] = msgspec.structs.replace(self._ranks[rank], device=device)
-            case Aborted(rank=rank):
-                self._released(rank)
-            case Preempted(rank=rank):
-                self._has_saved(rank)
-            case Raised() if self._ending:
-                return  # the rank failed because of the abort
-            case _:
-                pass
-        super().receive(message, data)
-
     def _has_saved(self, rank: int) -> None:
         if self._saving is not None:
             self._saving = self._saving - {rank}
@@ -699,25 +461,105 @@ class PlacedRelay(NodeRelay):
         if not self._aborting:
             self._may_end.set()
 
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Do nothing: the attempt began with the runtime's message."""
+    def tick(self, now: float) -> None:  # noqa: ARG002 - as every member of a hub has it
+        """Send new output."""
+        for rank in self._logs:
+            self._send_logs(rank)
 
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Report the processes."""
-        ranks = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
-        self._hub.call(lambda: self._ranks.update(ranks))
-        super().attempt_started(number, world_size, workers)
+    def lost(self, error: Exception) -> None:
+        """End: no message of a rank arrives any more."""
+        self.stop(f"the ranks' socket broke: {error}")
+
+    def _send_logs(self, rank: int) -> None:
+        for log in self._logs.get(rank, ()):
+            for data in log.unread():
+                wrote = wire.Wrote(group=self.name, attempt=self.attempt, rank=rank, stream=log.stream)
+                self._send(wrote, data)
+
+    # --- from the agent, on its thread -------------------------------------------------------------
+
+    def _rank_arguments(self, attempt: int) -> tuple[Orders]:
+        # If a group starts again after days, a cleaner may have removed both.
+        self._hub.be_reachable()
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        orders = Orders(
+            self._hub.address,
+            self.group,
+            self.token,
+            attempt,
+            str(self._directory),
+            keep=self._keep,
+            fresh=self._processes.environ if self._processes.start_method == "spawn" else None,
+            virtual_local_rank=self._processes.virtual_local_rank,
+            numa_binding=self._processes.numa_binding,
+        )
+        return (orders,)
+
+    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
+        """Record an attempt of torch's rendezvous before the first process is forked, which may send at once.
+
+        One that the notebook decided has begun with its `Meet`.
+        """
+        if number != self.attempt:
+            self._hub.run(lambda: self._begin(number))
+
+    def _begin(self, number: int, base: int = 0) -> None:
+        self.flush()
+        self._close_logs()
+        for ticket in set(self._tickets.values()):
+            self._incoming.drop(ticket)
+        self.attempt = number
+        self._clear(base)
+        # On this thread: orders for the new attempt must not be dropped with the old ones.
+        self._agent.forget_orders()
+
+    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
+        """Report the processes, and then what the first of them have sent meanwhile."""
+
+        def report() -> None:
+            records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
+            self._send(wire.Workers(group=self.name, attempt=number, workers=records))
+            self._ranks = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
+            self._logs = {
+                each.rank: [
+                    _Log(Stream.STDOUT, each.stdout, bounded=self._private_logs),
+                    _Log(Stream.STDERR, each.stderr, bounded=self._private_logs),
+                ]
+                for each in workers
+            }
+            self._started = True
+            early, self._early = self._early, []
+            for message, data in early:
+                self.receive(message, data)
+
+        self._hub.call(report)
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Report the exit."""
+        """Report the exit, after all that the rank has sent and printed."""
 
-        def forget() -> None:
+        def report() -> None:
+            self._hub.drain()
             self._ranks.pop(rank + self._shift, None)
+            self._send_logs(rank + self._shift)
+            exited = Exited(rank=rank, exitcode=exitcode, time=0, expected=expected, reason=reason)
+            exited = self._exit_reasons.explained(exited, self._titles)
+            gone = wire.Gone(
+                group=self.name,
+                attempt=self.attempt,
+                rank=rank + self._shift,
+                exitcode=exitcode,
+                expected=expected,
+                reason=exited.reason,
+                details=exited.details,
+            )
+            self._send(gone)
             self._released(rank + self._shift)
             self._has_saved(rank + self._shift)
 
-        super().worker_exited(rank, exitcode, expected=expected, reason=reason)
-        self._hub.call(forget)
+        self._hub.call(report)
+
+    def membership_changing(self) -> None:
+        """Do nothing: the notebook decides it."""
 
     def ranks_ending(self) -> None:
         """Have the ranks abort NCCL before the first one is killed, as a group does for local ranks."""
@@ -732,6 +574,32 @@ class PlacedRelay(NodeRelay):
 
         self._hub.call(abort)
         self._may_end.wait(_ABORT_SECONDS)
+
+    def others_stopped(self) -> None:
+        """Report it."""
+        self._hub.call(lambda: self._send(wire.OthersStopped(group=self.name)))
+
+    def recorded(self, event: Event) -> None:
+        """Do nothing: a result has the events of the notebook's own agent, as torchrun's log has its own."""
+
+    def agent_ended(self, error: BaseException | None) -> None:
+        """Report it, and end."""
+        if error is not None:
+            self.left = self.left or f"{type(error).__name__}: {error}"
+
+        def report() -> None:
+            self._close_logs()
+            self._send(wire.NodeEnded(group=self.name, error=self.left))
+            self.ended.set()
+
+        self._hub.call(report)
+
+    def _close_logs(self) -> None:
+        for rank, logs in self._logs.items():
+            self._send_logs(rank)
+            for log in logs:
+                log.close()
+        self._logs = {}
 
 
 def _waits_for(held: deque[ToRank], ticket: Payload) -> bool:
@@ -791,14 +659,12 @@ class _Log:
         os.close(self._fd)
 
 
-def of_this_machine(
-    prepare: Prepare, env: Mapping[str, str], placement: Placement, cwd: bytes | None = None
-) -> Prepare:
-    """Return a `Prepare` with this machine's environment, path and directory (`cwd`, or this process's)."""
+def of_this_machine(prepare: Prepare, env: Mapping[str, str], placement: Placement, cwd: bytes) -> Prepare:
+    """Return a `Prepare` with this machine's environment and path, for ranks in `cwd`."""
     return msgspec.structs.replace(
         prepare,
         environ=_inherited.encoded({**os.environ, **env}),
-        cwd=_inherited.working_directory() if cwd is None else cwd,
+        cwd=cwd,
         path=_inherited.search_path(sys.path),
         umask=_inherited.umask(),
         limits=_inherited.with_descriptors(_inherited.limits(), placement.nproc),

@@ -17,15 +17,16 @@ from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic import descriptors, rendezvous
 from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.process_options import process_settings
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.elastic.settings import DIRECTED, AgentSettings, RendezvousConfig
 from nblaunch.group.group import Connected, ConnectPeers, WorkerGroup
+from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
-from nblaunch.nodes.engine import engine_of, nodes_of, wish_of
+from nblaunch.nodes.byhand import JoinEngine
+from nblaunch.nodes.engine import Wish, engine_of, nodes_of, wish_of
 from nblaunch.nodes.fleet import FleetSettings, NodeFleet
-from nblaunch.nodes.key import KEY_FILE
-from nblaunch.nodes.members import connect_peers
+from nblaunch.nodes.key import KEY_FILE, join_command, read_or_make_key
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.protocol.client import Caller, JobOrder, OpenRanks, Placement
 from nblaunch.protocol.messages import Phase, Prepare
@@ -179,7 +180,7 @@ class FreshRanks:
             made = self._on_nodes(settings, order)
         else:
             descriptors.make_room(settings.nproc)
-            peers = _peers(local, prepare, request.join_key, self.remark)
+            peers = _peers(local, options, prepare, request.join_key, self.remark)
             made = new_group(local, settings, peers, options.log_dir)
         local.will_leave(made.group)
         return made
@@ -233,7 +234,7 @@ def session_ranks(
         return KeptRanks(made, there, nodes, leave)
     settings = replace(settings, max_restarts=options.max_restarts or _UNLIMITED)
     # Nobody joins, and nothing is to be remarked.
-    peers = _peers(local, prepare, "", lambda _: None)
+    peers = _peers(local, options, prepare, "", lambda _: None)
     return KeptRanks(new_group(local, settings, peers, options.log_dir, keep=True), there)
 
 
@@ -275,7 +276,7 @@ def _directed(options: LaunchOptions, environ: Mapping[str, str]) -> RendezvousC
     """Return the rendezvous settings for nodes that an engine places: they need no endpoint."""
     least, most = nodes_of(options, environ)
     return RendezvousConfig(
-        backend="directed",
+        backend=DIRECTED,
         host="",
         port=0,
         least=least,
@@ -288,13 +289,50 @@ def _directed(options: LaunchOptions, environ: Mapping[str, str]) -> RendezvousC
 
 
 def _peers(
-    local: LocalRuntime, prepare: Prepare, join_key: str, remark: Callable[[str], None]
+    local: LocalRuntime,
+    options: LaunchOptions,
+    prepare: Prepare,
+    join_key: str,
+    remark: Callable[[str], None],
 ) -> ConnectPeers:
-    """Return what connects other nodes to a group, by the caller's key or that in the caller's file."""
+    """Return what connects the nodes of an endpoint to a group, by the caller's key or that in its file."""
     file = decoded(prepare.environ).get(KEY_FILE, "")
     named = os.path.join(os.fsdecode(prepare.cwd), file) if file else ""  # noqa: PTH118 - as written
     keys = {JOIN_KEY: join_key, KEY_FILE: named}
-    return functools.partial(connect_peers, environ=keys, root=local.directory.root, remark=remark)
+
+    def connect(hub: Hub, settings: AgentSettings, group: WorkerGroup, directory: Path) -> Connected:
+        if settings.rdzv is None:
+            return Connected(settings)
+        key, made = read_or_make_key(keys, local.directory.root)
+        rdzv = replace(settings.rdzv, key=key)
+        settings = replace(settings, rdzv=rdzv)
+        if rdzv.most == 1:
+            return Connected(settings)
+        if made:
+            remark(join_command(settings, rdzv, made))
+        conf = FleetSettings(
+            least=rdzv.least,
+            most=rdzv.most,
+            nproc=settings.nproc,
+            backend=rdzv.ranks_backend,
+            directed=False,
+            local_addr=rdzv.local_addr,
+            ports=options.ports,
+        )
+        wish = Wish(least=0, most=0, nproc=0, name=settings.run_id, environ={}, cwd="", python="")
+        fleet = NodeFleet(
+            hub,
+            JoinEngine,
+            wish,
+            directory=directory,
+            remark=remark,
+            at_end=local.server.at_end,
+            conf=conf,
+            key=key,
+        )
+        return fleet.connect(hub, settings, group, directory)
+
+    return connect
 
 
 def new_group(

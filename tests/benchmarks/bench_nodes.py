@@ -38,7 +38,7 @@ from nblaunch.elastic.descriptors import raise_soft_limit
 from nblaunch.elastic.settings import Worker
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.key import KEY_FILE
-from nblaunch.nodes.listener import encrypted
+from nblaunch.nodes.link import encrypted
 from nblaunch.protocol.messages import (
     Arrived,
     Dispatch,

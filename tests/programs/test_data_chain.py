@@ -22,11 +22,9 @@ from patience import eventually
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.capture import shared_memory
 from nblaunch.group.hub import Hub
-from nblaunch.nodes import listener
-from nblaunch.nodes.data import DataSocket, branches
-from nblaunch.nodes.key import versions
-from nblaunch.nodes.messages import Joining, Leaving, Piece, Ping, encode
-from nblaunch.nodes.transfer import PIECE_BYTES, IncomingTransfer
+from nblaunch.nodes import link
+from nblaunch.nodes.link import PIECE_BYTES, DataSocket, IncomingTransfer, branches
+from nblaunch.nodes.messages import Arriving, Inventory, Leaving, Piece, Ping, encode
 from nblaunch.protocol.messages import Payload
 
 KEY = secrets.token_hex(32).encode()
@@ -313,9 +311,9 @@ def test_strangers_on_the_port_for_data_change_nothing(runtime, stations):
             raw.recv(1000)
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as unused:
-        server = listener.encrypted(unused, KEY, "giver")
+        server = link.encrypted(unused, KEY, "giver")
     with zmq.Context() as context, context.socket(zmq.DEALER) as unused:
-        control = listener.encrypted(unused, KEY, "node")
+        control = link.encrypted(unused, KEY, "node")
     piece = encode(Piece(number=1, offset=0, total=1, group=GROUP))
     keys = {"curve_publickey": public, "curve_secretkey": secret}
     for message in (piece, pickle.dumps(Harm())):
@@ -333,7 +331,7 @@ def test_what_is_no_piece_is_ignored_also_from_who_has_the_key(runtime, stations
     (node,) = on_this_machine(stations, 1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = context.socket(zmq.DEALER)
-    listener.encrypted(peer, KEY, "giver")
+    link.encrypted(peer, KEY, "giver")
     peer.connect(node.data.address)
     for frames in ([b""], [pickle.dumps(Harm()), b"x"], [encode(Leaving())], [b"\x80" * 100] * 3):
         peer.send_multipart(frames)
@@ -394,7 +392,7 @@ def test_an_order_overtakes_a_payload(shaped, stations, runtime):
     nodes = on_hosts(stations, shaped)
     arrived: dict[bytes, float] = {}
     peers: dict[str, bytes] = {}
-    control = listener.Listener(
+    control = link.Listener(
         runtime.hub, shaped.address, KEY, lambda node, *_: peers.update(hA=node), lambda _: None
     )
     context: zmq.Context[zmq.Socket[bytes]] = shaped.inside("hA", zmq.Context)
@@ -421,7 +419,7 @@ def test_an_order_overtakes_a_payload(shaped, stations, runtime):
 
 def test_the_end_of_a_node_that_was_refused_after_it_had_joined_is_told(runtime):
     lost: list[bytes] = []
-    control = listener.Listener(
+    control = link.Listener(
         runtime.hub, "127.0.0.1", KEY, lambda node, *_: control.welcome(node), lost.append
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -440,10 +438,10 @@ def test_the_end_of_a_node_that_was_refused_after_it_had_joined_is_told(runtime)
 
 def connected(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     end = context.socket(zmq.DEALER)
-    listener.encrypted(end, KEY, "node")
+    link.encrypted(end, KEY, "node")
     end.connect(address)
-    python, torch = versions()
-    end.send(encode(Joining(name="hA", nproc=1, python=python, torch=torch)))
+    its = Inventory(python="", torch="", nblaunch="", boot="", backend="", device_type="")
+    end.send(encode(Arriving(name="hA", nproc=1, address="", data="", inventory=its)))
     return end
 
 

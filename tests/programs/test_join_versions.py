@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import socket
 import subprocess
@@ -12,19 +13,21 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import nblaunch
-from nblaunch.nodes.key import versions
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
 # The node program, but for what it says of itself.
 PROGRAM = """
 import os
-from nblaunch.nodes import key
-versions = key.versions()
-key.versions = lambda: tuple(given or own for given, own in zip(os.environ["CLAIMS"].split(), versions))
-from nblaunch.nodes.program import live
+from msgspec.structs import replace
+from nblaunch.nodes import host
+its = host.this_machine
+python, torch = os.environ["CLAIMS"].split()
+host.this_machine = lambda placement: replace(its(placement), python=python, torch=torch)
+from nblaunch.nodes.host import live
 """
 NODE = """
 import sys
@@ -57,7 +60,8 @@ def test_a_node_of_another_python_or_torch_is_refused_with_both_versions(endpoin
     told: list[tuple[int, str]] = []
     done = tmp_path / "done"
     (tmp_path / "claims.py").write_text(PROGRAM)
-    python, torch = versions()
+    python, release = platform.python_version(), torch.__version__.partition("+")[0]
+    minor = python.rpartition(".")[0]
 
     def is_open():
         with socket.socket() as trial:
@@ -66,7 +70,7 @@ def test_a_node_of_another_python_or_torch_is_refused_with_both_versions(endpoin
     def try_both():
         try:
             eventually(is_open, "the rendezvous is open", SECONDS)
-            for claims in (f"3.9 {torch}", f"{python} 2.0.1"):
+            for claims in (f"3.9.1 {release}", f"{python} 2.0.1"):
                 words = ["--rdzv-endpoint", endpoint, "--rdzv-id", "versions", "-n", "2"]
                 node = subprocess.run(
                     [sys.executable, "-c", NODE, *words],
@@ -97,11 +101,10 @@ def test_a_node_of_another_python_or_torch_is_refused_with_both_versions(endpoin
     finally:
         visitor.join(SECONDS)
     assert [status for status, _ in told] == [1, 1]
-    for said, theirs in (
-        (told[0][1], f"Python 3.9 and torch {torch}"),
-        (told[1][1], f"{python} and torch 2.0.1"),
+    for said, both in (
+        (told[0][1], f"Python {minor}: the notebook's machine; 3.9: {platform.node()}."),
+        (told[1][1], f"torch {release}: the notebook's machine; 2.0.1: {platform.node()}."),
     ):
         assert "does not let this node in" in said
-        assert theirs in said
-        assert f"the notebook has Python {python} and torch {torch}" in said
+        assert both in said
     assert (result.values, result.world_size) == ([7], 1)

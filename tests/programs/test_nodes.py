@@ -29,7 +29,7 @@ import nblaunch
 from nblaunch import LaunchError, OptionError, RunFailedError, RunTimeoutError
 from nblaunch._keeper import RUNTIME_LOG
 from nblaunch.client.local import local
-from nblaunch.nodes import listener
+from nblaunch.nodes import link
 from nblaunch.nodes import messages as _node_protocol
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import parse_line
@@ -495,7 +495,7 @@ def test_strangers_are_refused_and_the_run_is_unharmed(meeting):
         )
         key = Path(os.environ["NBLAUNCH_JOIN_KEY_FILE"]).read_text().encode()
         with zmq.Context() as context, context.socket(zmq.DEALER) as unused:
-            server = listener.encrypted(unused, key, "node")
+            server = link.encrypted(unused, key, "node")
         # Knows the notebook's public key, and has a secret key of its own.
         answered.append(
             knock(address, curve_publickey=public, curve_secretkey=secret, curve_serverkey=server)

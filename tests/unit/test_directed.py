@@ -7,7 +7,7 @@ import time
 from typing import Any, Self
 
 import pytest
-from no_server import NoServer
+from servers import NoServer
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nblaunch._runtime_dir import RuntimeDirectory
@@ -69,18 +69,13 @@ def test_a_stop_ends_the_wait():
     assert isinstance(waits.found[0], SignalException)
 
 
-def test_a_rejoin_holds_until_the_next_round():
+def test_the_round_before_does_not_count_again():
     waits = Waits()
     with waits:
         waits.handler.meet(round_of(0))
-    assert waits.handler.num_nodes_waiting() == 0
-    waits.handler.rejoin()
-    assert waits.handler.num_nodes_waiting() == 1
     with waits:
-        # The round before does not count again.
         assert waits.found[1:] == []
         waits.handler.meet(round_of(1))
-    assert waits.handler.num_nodes_waiting() == 0
     assert waits.handler.directed == round_of(1)
 
 

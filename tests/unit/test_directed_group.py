@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from no_server import NoServer
+from servers import NoServer
 
 from nblaunch._errors import LaunchError
 from nblaunch.elastic.settings import AgentSettings, Worker

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import msgspec
 import pytest
@@ -39,7 +39,7 @@ from nblaunch.nodes.engine import (
     place_of,
 )
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
-from nblaunch.nodes.listener import encrypted
+from nblaunch.nodes.link import encrypted
 from nblaunch.nodes.reach import Probe, try_all
 from nblaunch.protocol.messages import (
     CellJob,
@@ -63,6 +63,9 @@ from nblaunch.protocol.messages import (
     decode_to_rank,
     encode,
 )
+
+if TYPE_CHECKING:
+    from nblaunch.group.group import WorkerGroup
 
 SECONDS = 20
 GONE = "is gone (killed, or out of reach)"
@@ -295,7 +298,7 @@ class Node:
         self.send(wire.RankMessages(group=group, attempt=attempt, data=data))
 
     def end(self, group: str = "g", error: str = "") -> None:
-        self.send(wire.NodeEnded(error, group=group))
+        self.send(wire.NodeEnded(group=group, error=error))
 
     def die(self) -> None:
         self.context.destroy(linger=0)
@@ -343,7 +346,8 @@ class Fleets:
             run_id="r",
             log_dir=self.directory,
         )
-        connected = fleet.connect(self.hub, replace(settings, **changed), events, self.directory)
+        told = cast("WorkerGroup", events)
+        connected = fleet.connect(self.hub, replace(settings, **changed), told, self.directory)
         assert isinstance(connected.peers, FleetGroup)
         assert connected.agent is connected.peers
         events.peers = connected.peers

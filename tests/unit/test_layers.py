@@ -429,10 +429,8 @@ RANKS_DOORS = {
 SOCKETS = {
     "nblaunch.rank.control",
     "nblaunch.group.hub",
-    "nblaunch.nodes.listener",
-    "nblaunch.nodes.program",
+    "nblaunch.nodes.link",
     "nblaunch.nodes.node",
-    "nblaunch.nodes.data",
     "nblaunch.nodes.host",
 }
 
@@ -441,7 +439,7 @@ SPEAKERS = {
     "nblaunch._demo",
     "nblaunch.nodes.join",
     "nblaunch.testing.modules",  # pytest -s
-    "nblaunch.nodes.program",
+    "nblaunch.nodes.host",
     "nblaunch.client.jobs",  # remarks: other nodes join while the run waits
     "nblaunch.client.wait",  # what ranks ask is answered while the run waits
 }

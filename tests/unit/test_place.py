@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from no_server import NoServer
+from servers import NoServer
 
 import nblaunch
 from nblaunch._inherited import JOIN_KEY, decoded, encoded

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from nblaunch.nodes import key
-from nblaunch.nodes.messages import Inventory, Joining, decode_from_node, encode
+from nblaunch.nodes.host import this_machine
+from nblaunch.nodes.messages import Arriving, Inventory, decode_from_node, encode
 from nblaunch.nodes.versions import Differences, compare
+from nblaunch.protocol.client import Placement
 
 HERE = Inventory(
     python="3.11.2", torch="2.13.0+cpu", nblaunch="0.1.0", boot="a", backend="gloo", device_type="cpu"
@@ -95,7 +96,8 @@ def test_many_hosts_are_counted():
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cu130"])
 def test_a_node_joins_with_any_build_of_torch(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    python, its_torch = key.versions()
-    hello = Joining(name="hA", nproc=1, python=python, torch=its_torch)
+    its = this_machine(Placement(1, "gloo", "cpu", 0))
+    hello = Arriving(name="hA", nproc=1, address="", data="", inventory=its)
     assert decode_from_node(encode(hello)) == hello
-    assert (its_torch, key.refusal_of(hello)) == ("2.13.0", "")
+    here = but(python=its.python, torch="2.13.0+cpu")
+    assert (its.torch, compare(here, {"hA": its}).refused) == (version, ())
