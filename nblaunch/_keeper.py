@@ -27,7 +27,7 @@ _CALLS_CUDA = "KINETO_USE_DAEMON"
 """Has torch initialise CUDA when it is imported, which no fork survives."""
 
 
-def _start(link_fd: int, owner: int, root: Path, live: str) -> subprocess.Popen[bytes]:
+def start(link_fd: int, owner: int, root: Path, live: str) -> subprocess.Popen[bytes]:
     """Have a new Python call `elastic.keeper.keep_runtime`, by name. Nothing waits."""
     # Beside the notebook may be a `random.py`, where it has loaded the real one itself. Ranks get its path.
     path = sorted(absolute_path(), key=lambda entry: not is_standard_library(entry))
@@ -104,7 +104,7 @@ class Boot:
             # Where this process has closed its standard streams, the link may have taken the place of one.
             fd = fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, 3)
             opened.callback(os.close, fd)
-            self.keeper = _start(fd, owner, root, live)
+            self.keeper = start(fd, owner, root, live)
             os.close(fd)
             opened.pop_all()
 

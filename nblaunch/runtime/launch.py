@@ -154,7 +154,6 @@ class FreshRanks:
         """Is called with the command by which other nodes join, if they need one."""
         self.nodes: HeldNodes | None = None
         """A session's, on which these ranks are to be."""
-        self.options = request.options
         self.place = there
         self._local = local
         self._request = request
@@ -165,7 +164,8 @@ class FreshRanks:
     def take(self, order: JobOrder) -> GroupAndLogs:
         """Return the group, which may be started already; `used` must be called once the run is over."""
         local, request = self._local, self._request
-        options, placement, prepare = self.options, self.place.placement, self.place.prepare
+        # The job's own: its client has made the directory of logs meanwhile.
+        options, placement, prepare = order.options, self.place.placement, self.place.prepare
         local.server.ensure_running()
         _wait_for_gpus(local, placement)
         settings = settings_of(options, placement, decoded(prepare.environ), self._caller, local)
@@ -186,7 +186,7 @@ class FreshRanks:
         return made
 
     def _on_nodes(self, settings: AgentSettings, order: JobOrder) -> GroupAndLogs:
-        local, options = self._local, self.options
+        local, options = self._local, order.options
         _make_room_on_nodes(options, self.place)
         nodes = self.nodes or _hold_nodes(local, self._request, self.remark)
         nodes.learn(order)

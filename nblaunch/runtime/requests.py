@@ -231,7 +231,7 @@ class RequestHandler:
         self.jobs.add(job)
         # On the nodes of a session, where these ranks would have the same: nothing is asked for.
         held = (session.nodes for session in self.sessions.values())
-        ranks.nodes = next((each for each in held if each is not None and each.fit(ranks.options)), None)
+        ranks.nodes = next((each for each in held if each is not None and each.fit(order.options)), None)
         ranks.remark = self._remark_to(connection)
         return functools.partial(self._start_fresh, job, ranks)
 
