@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Event
 
 
@@ -100,14 +101,10 @@ class RendezvousConfig:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """The options of one worker group that concern the agent."""
+    """What the agent of one worker group is told: the options, and what has been made of them."""
 
     nproc: int
-    role: str
-    max_restarts: int
-    monitor_interval: float
-    grace: float
-    shutdown_timeout: int
+    options: LaunchOptions
     run_id: str
     log_dir: Path
     private_logs: bool = field(default=False, kw_only=True)

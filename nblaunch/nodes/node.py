@@ -111,7 +111,7 @@ class NodeRelay:
         """Whether the notebook has released the ranks with all of their values."""
         self.left = ""
         """Why this node left before the run was over."""
-        self.longest_end = settings.shutdown_timeout + settings.grace + _END_SECONDS
+        self.longest_end = settings.options.shutdown_timeout + settings.options.grace + _END_SECONDS
         """How many seconds the group may take to end after it was released or stopped."""
         self._hub, self._to_notebook, self._prepare, self._code = runtime.hub, send, prepare, code
         self._node, self._clock, self._note = node, clock, note

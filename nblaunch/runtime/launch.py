@@ -108,14 +108,8 @@ def _hold_nodes(local: LocalRuntime, request: OpenRanks, remark: Callable[[str],
     conf = FleetSettings(
         least=least,
         most=most,
-        nproc=options.nproc_per_node,
-        backend=options.backend,
-        here=options.here,
-        local_addr=options.local_addr,
-        ports=options.ports,
-        silence=options.node_timeout,
+        options=options,
         join_timeout=rendezvous.join_seconds(options),
-        env=tuple(options.env.items()),
         environment=request.environment,
     )
     wish = wish_of(options, environ, os.fsdecode(prepare.cwd))
@@ -171,7 +165,14 @@ class FreshRanks:
         settings = settings_of(options, placement, decoded(prepare.environ), self._caller, local)
         # Binding to a GPU's CPUs asks the device, which ranks that may never be used must leave alone.
         if options.log_dir is None and options.numa_binding is None and settings.rdzv is None:
-            self._shape = replace(settings, grace=0.0)
+            # Of the options, what its agent heeds before it adopts those of the run.
+            shape = LaunchOptions(
+                role=options.role,
+                max_restarts=options.max_restarts,
+                monitor_interval=options.monitor_interval,
+                shutdown_timeout=options.shutdown_timeout,
+            )
+            self._shape = replace(settings, options=shape)
         self._taken = True
         made = local.standby.take(self._shape)
         if made is not None:
@@ -232,7 +233,8 @@ def session_ranks(
         leave = nodes.use()
         made = _group_on(nodes, leave, local, settings, options.log_dir, keep=True)
         return KeptRanks(made, there, nodes, leave)
-    settings = replace(settings, max_restarts=options.max_restarts or _UNLIMITED)
+    restarts = options.max_restarts or _UNLIMITED
+    settings = replace(settings, options=replace(options, max_restarts=restarts))
     # Nobody joins, and nothing is to be remarked.
     peers = _peers(local, options, prepare, "", lambda _: None)
     return KeptRanks(new_group(local, settings, peers, options.log_dir, keep=True), there)
@@ -259,11 +261,7 @@ def settings_of(
     loaded_under = environ if on_nodes else local.server.loaded_under()
     return AgentSettings(
         nproc=placement.nproc,
-        role=options.role,
-        max_restarts=options.max_restarts,
-        monitor_interval=options.monitor_interval,
-        grace=options.grace,
-        shutdown_timeout=options.shutdown_timeout,
+        options=options,
         run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if rdzv is not None else "",
         log_dir=Path(),
         processes=process_settings(options, environ, loaded_under),
@@ -313,11 +311,8 @@ def _peers(
         conf = FleetSettings(
             least=rdzv.least,
             most=rdzv.most,
-            nproc=settings.nproc,
-            backend=rdzv.ranks_backend,
+            options=replace(options, local_addr=rdzv.local_addr),
             directed=False,
-            local_addr=rdzv.local_addr,
-            ports=options.ports,
         )
         wish = Wish(least=0, most=0, nproc=0, name=settings.run_id, environ={}, cwd="", python="")
         fleet = NodeFleet(

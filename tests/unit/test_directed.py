@@ -14,6 +14,7 @@ from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.elastic.agent import RankAgent
 from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.options.launch import LaunchOptions
 
 LATE = 10.0
 
@@ -96,11 +97,7 @@ def test_an_agent_numbers_its_ranks_without_asking_the_other_nodes(tmp_path):
     asked = threading.Event()
     settings = AgentSettings(
         nproc=2,
-        role="rank",
-        max_restarts=1,
-        monitor_interval=0.1,
-        grace=1.0,
-        shutdown_timeout=1,
+        options=LaunchOptions(max_restarts=1, monitor_interval=0.1, grace=1.0, shutdown_timeout=1),
         run_id="group",
         log_dir=tmp_path,
         rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),

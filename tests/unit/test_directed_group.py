@@ -164,11 +164,7 @@ class Scene:
         self.nodes = ScriptedNodes()
         settings = AgentSettings(
             nproc=2,
-            role="rank",
-            max_restarts=0,
-            monitor_interval=0.02,
-            grace=1.0,
-            shutdown_timeout=5,
+            options=LaunchOptions(max_restarts=0, monitor_interval=0.02, grace=1.0, shutdown_timeout=5),
             run_id="run",
             log_dir=logs,
         )

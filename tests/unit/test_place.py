@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import psutil
 import pytest
@@ -13,9 +14,11 @@ import nblaunch
 from nblaunch._inherited import JOIN_KEY, decoded, encoded
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import OpenRanks, Placement
+from nblaunch.protocol.client import Caller, DismissSession, OpenRanks, Placement
 from nblaunch.protocol.messages import Prepare
-from nblaunch.runtime.place import place
+from nblaunch.runtime.launch import FreshRanks
+from nblaunch.runtime.place import PlacedRanks, place
+from nblaunch.runtime.requests import RequestHandler
 
 FREE_PORT = "127.0.0.1:0"
 
@@ -119,6 +122,16 @@ def test_the_network_of_the_nodes_is_added_where_the_caller_has_chosen_none(loca
     assert added(asked(**of_nodes), local) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     chosen = {**os.environ, "NCCL_SOCKET_IFNAME": "eth7"}
     assert added(asked(chosen, **of_nodes), local) == {"GLOO_SOCKET_IFNAME"}
+
+
+def test_a_run_that_was_placed_waits_for_its_job_until_its_client_forgets_it(local):
+    stranger: Any = None
+    handler = RequestHandler(local, "token", stranger)
+    there = PlacedRanks(Placement(2, "gloo", "cpu", 0), asked().prepare)
+    handler._fresh = {name: FreshRanks(local, asked(), there, Caller()) for name in ("one", "another")}
+    handler.note(DismissSession(session="one"))
+    assert handler._fresh.keys() == {"another"}
+    handler.close()
 
 
 def test_the_key_of_a_rendezvous_is_not_among_the_variables():
