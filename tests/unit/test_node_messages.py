@@ -26,7 +26,7 @@ OF_A_GROUP = {
         "ForRanks",
         "Release",
     ),
-    *("Restart", "Rejoin", "SkipGrace", "EndGroup", "MeasureRanks", "DumpStacks", "AdoptRanks"),
+    *("Restart", "SkipGrace", "EndGroup", "MeasureRanks", "DumpStacks", "AdoptRanks"),
 }
 
 
