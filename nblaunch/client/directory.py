@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nblaunch import _registry
 from nblaunch._errors import LaunchError, NblaunchError
@@ -20,6 +21,8 @@ from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord
 
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 40.0
+
+SessionT = TypeVar("SessionT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +115,39 @@ def detached() -> dict[str, RuntimeEntry]:
     return {entry.name: entry for entry in here if entry.detached}
 
 
-def listed(known: Collection[str], wanted: str | None, otherwise: str) -> str:
-    """Return the names of sessions, and the one that was probably meant, or what else to do."""
-    guess = nearest(wanted, known) if wanted is not None else None
-    return f"{', '.join(map(repr, known))}. {f'Did you mean {guess!r}?' if guess else otherwise}"
+def one_of(
+    known: Mapping[str, SessionT], name: str | None, *, asked: str, none: str, some: tuple[str, str]
+) -> SessionT:
+    """Return the session of a name, the only one for None. Raises `NblaunchError` if none fits.
+
+    `none` and `some` say what is there instead: the names follow the first text of `some`, then the one that
+    was probably meant, or the second text.
+    """
+    if name is None and len(known) == 1:
+        return next(iter(known.values()))
+    if name is not None and name in known:
+        return known[name]
+    why = none
+    if known:
+        guess = nearest(name, known) if name is not None else None
+        names = ", ".join(map(repr, known))
+        why = f"{some[0]} {names}. {f'Did you mean {guess!r}?' if guess else some[1]}"
+    msg = f"{asked} was asked for, but {why}"
+    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
 
 
 def find(name: str | None) -> RuntimeEntry:
     """Return a detached session's runtime, the only one for None. Raises `NblaunchError` if none fits."""
     known = detached()
-    if name is None and len(known) == 1:
-        return _of_this_version(next(iter(known.values())))
-    if name is not None and name in known:
-        return _of_this_version(known[name])
-    if not known:
-        asked = f"detached session {name!r}" if name is not None else "a detached session"
-        msg = (
-            f"{asked} was asked for, but there is none on this machine. Start one: %distributed start -n 2 "
-            "--detach."
-        )
-        raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
-    asked = f"detached session {name!r}" if name is not None else "the one detached session"
-    there = listed(known, name, "Give one of these names.")
-    msg = f"{asked} was asked for, but the detached ones are {there}"
-    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
+    one = "the one detached session" if known else "a detached session"
+    entry = one_of(
+        known,
+        name,
+        asked=one if name is None else f"detached session {name!r}",
+        none="there is none on this machine. Start one: %distributed start -n 2 --detach.",
+        some=("the detached ones are", "Give one of these names."),
+    )
+    return _of_this_version(entry)
 
 
 def find_open(name: str) -> tuple[RuntimeEntry, SessionRecord]:

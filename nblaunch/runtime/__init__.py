@@ -40,7 +40,6 @@ Modules, each after those that it imports:
     jobs               a client's job: what is held for it, who watches it, how it ends
     archive            the jobs that a session has had: records, states, values, and their bounds
     sessions           ranks that stay, their giver and those that follow them
-    registration       the runtime's entry in the registry, and the names of its sessions
     requests           one method for each request of a client
     main               from the fork to the end of the process
 """

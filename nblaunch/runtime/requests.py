@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
+from nblaunch._registry import Owner, Registration
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic.forkserver import GivenServer
@@ -41,7 +42,6 @@ from nblaunch.runtime.connections import ClientConnection, Connections
 from nblaunch.runtime.jobs import Jobs, RunningJob
 from nblaunch.runtime.launch import FreshRanks, HeldNodes, session_ranks
 from nblaunch.runtime.place import place
-from nblaunch.runtime.registration import Registration
 from nblaunch.runtime.sessions import RuntimeSession
 
 _log = logging.getLogger("nblaunch")
@@ -447,10 +447,12 @@ class RequestHandler:
     # --- sessions ------------------------------------------------------------------------------------
 
     def _open(self, connection: ClientConnection, request: wire.OpenSession) -> _Served:
-        caller = Caller(connection.record.pid, connection.record.name)
+        record = connection.record
+        caller = Caller(record.pid, record.name)
+        owner = Owner(record.pid, record.name, record.notebook)
 
         def make() -> AnswerToClient:
-            self._registration.add(request.name, connection.record, detached=request.detached)
+            self._registration.add(request.name, owner, detached=request.detached)
             try:
                 ranks = session_ranks(self._local, request, caller, self._remark_to(connection))
             except BaseException:

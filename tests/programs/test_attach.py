@@ -132,7 +132,10 @@ def test_nothing_is_missing_after_a_kernel_was_killed_at_any_moment_of_a_cell(
 
 
 LOGS = [sys.executable, "-m", "nblaunch", "logs", "train"]
-NOTICED = "attached to session 'train': the ranks' own variables count. %distributed push NAME sends the notebook's.\n"
+NOTICED = (
+    "attached to session 'train': the ranks' own variables count. "
+    "%distributed push NAME sends the notebook's.\n"
+)
 PRINTED = {f"[rank {rank}]": [f"line {line} of rank {rank}" for line in range(10_000)] for rank in range(2)}
 
 
