@@ -193,8 +193,9 @@ class Archive:
 
     def flush(self) -> None:
         """Wait until nothing is written any more; on a thread that may wait."""
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            self._disk.submit(int).result(_DISK_SECONDS)
+        if self._keep:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._disk.submit(int).result(_DISK_SECONDS)
 
     def _forget(self, number: int) -> None:
         past = self._jobs.pop(number)
