@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from nblaunch import _registry
@@ -15,7 +14,7 @@ from nblaunch._results import SessionInfo
 from nblaunch._runtime_dir import remove_dead
 from nblaunch._version import __version__
 from nblaunch.client.boot import stop_keeper
-from nblaunch.client.local import Runtime, local
+from nblaunch.client.local import local
 from nblaunch.options.table import nearest
 from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord
 
@@ -25,27 +24,19 @@ _STOP_SECONDS = 40.0
 SessionT = TypeVar("SessionT")
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """What a runtime has said of its sessions, or why it has not."""
-
-    found: FoundRuntime
-    sessions: tuple[SessionRecord, ...] = ()
-    problem: str = ""
-
-
-def _described(known: Iterable[FoundRuntime]) -> Iterator[_Described]:
+def _described(
+    known: Iterable[FoundRuntime],
+) -> Iterator[tuple[FoundRuntime, tuple[SessionRecord, ...], str]]:
+    """Yield each runtime with its sessions, or with why it has described none."""
     for each in known:
         if each.elsewhere:
-            yield _Described(each, problem=f"on {each.elsewhere}")
+            yield each, (), f"on {each.elsewhere}"
             continue
         try:
-            with _connected(each.entry) as runtime:
-                answer = runtime.ask(DescribeSessions(), _ANSWER_SECONDS)
+            with contextlib.closing(local().attached(each.entry)) as runtime:
+                yield each, runtime.ask(DescribeSessions(), _ANSWER_SECONDS).sessions, ""
         except (LaunchError, TimeoutError) as error:
-            yield _Described(each, problem=f"does not answer: {error}")
-        else:
-            yield _Described(each, answer.sessions)
+            yield each, (), f"does not answer: {error}"
 
 
 def sessions() -> tuple[SessionInfo, ...]:
@@ -54,21 +45,12 @@ def sessions() -> tuple[SessionInfo, ...]:
     Removes what is left of kernels that are dead.
     """
     remove_dead()
-    found: list[SessionInfo] = []
-    for each in _described(_registry.read_all()):
-        if each.problem and (each.found.elsewhere or each.found.entry.detached):
-            found.append(_unreachable(each.found, each.problem))
-        found += [_info(each.found.entry, session) for session in each.sessions]
-    return tuple(found)
-
-
-@contextlib.contextmanager
-def _connected(entry: RuntimeEntry) -> Iterator[Runtime]:
-    runtime = local().attached(entry)
-    try:
-        yield runtime
-    finally:
-        runtime.close()
+    infos: list[SessionInfo] = []
+    for found, described, problem in _described(_registry.read_all()):
+        if problem and (found.elsewhere or found.entry.detached):
+            infos.append(_unreachable(found.entry, problem))
+        infos += [_info(found.entry, session) for session in described]
+    return tuple(infos)
 
 
 def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
@@ -96,8 +78,7 @@ def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
     )
 
 
-def _unreachable(found: FoundRuntime, problem: str) -> SessionInfo:
-    entry = found.entry
+def _unreachable(entry: RuntimeEntry, problem: str) -> SessionInfo:
     return SessionInfo(
         name=entry.name,
         detached=entry.detached,
@@ -157,15 +138,14 @@ def find_open(name: str) -> tuple[RuntimeEntry, SessionRecord]:
     """
     known = sorted(_registry.read_all(), key=lambda each: (each.entry.detached, each.entry.started))
     elsewhere = ""
-    for each in _described(reversed(known)):
-        entry = each.found.entry
-        for session in each.sessions:
+    for found, described, problem in _described(reversed(known)):
+        for session in described:
             if session.name == name:
-                return entry, session
-        if entry.name == name and each.found.elsewhere:
-            elsewhere = each.found.elsewhere
-        elif entry.name == name and each.problem:
-            msg = f"session {name!r} {each.problem}"
+                return found.entry, session
+        if found.entry.name == name and found.elsewhere:
+            elsewhere = found.elsewhere
+        elif found.entry.name == name and problem:
+            msg = f"session {name!r} {problem}"
             raise NblaunchError(msg, kind=FailureKind.NO_ANSWER)
     where = f"it is open {elsewhere}" if elsewhere else "python -m nblaunch sessions lists those that are"
     msg = f"session {name!r} is not open on this machine; {where}."
@@ -186,7 +166,10 @@ def _of_this_version(entry: RuntimeEntry) -> RuntimeEntry:
 def stop(name: str) -> None:
     """End a detached session, and wait until it is gone."""
     entry = detached().get(name) or find(name)
-    with contextlib.suppress(LaunchError, TimeoutError), _connected(entry) as runtime:
+    with (
+        contextlib.suppress(LaunchError, TimeoutError),
+        contextlib.closing(local().attached(entry)) as runtime,
+    ):
         runtime.stop()
     if entry.keeper.lives:
         # It does not answer, or understands another protocol: its keeper ends all.
