@@ -342,6 +342,8 @@ class JobSnapshot(AnswerToClient, frozen=True):
     options: LaunchOptions
     questions: tuple[Asked, ...] = ()
     end: JobEnd | None = None
+    logs: dict[int, tuple[RankLogFiles, ...]] = {}
+    """Until its end: the log files by attempt; those of ranks that go on end where the state does."""
 
 
 class Looked(AnswerToClient, frozen=True):
@@ -615,6 +617,7 @@ class JobRefreshed(_Unasked, frozen=True):
     job: int
     state: bytes
     questions: tuple[Asked, ...] = ()
+    logs: dict[int, tuple[RankLogFiles, ...]] = {}
 
 
 class PayloadKept(_Unasked, frozen=True):
