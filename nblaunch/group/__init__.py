@@ -45,11 +45,12 @@ Invariants:
 Modules, each after those that it imports:
 
     hub         the socket and its thread
-    stacks      asks ranks where they are; faulthandler for those that do not answer
+    stacks      the stacks of ranks that do not answer, or have died
     usage       CPU, memory and GPU of ranks, measured on a thread
     job         one job: its state, values and log files
     fitness     whether a group is fit for another job: evidence before health
     recovery    interrupts, and making ranks fit for another job: two pure machines
+    locating    where the ranks are: asked, read from outside, and asked again; a pure machine
     lifecycle   `step`: every decision on jobs and ranks, stage by stage
     group       `WorkerGroup`: makes events, performs actions
     ending      a job that does not end by itself: interrupt, timeout, hang

@@ -53,6 +53,7 @@ from msgspec.structs import replace
 
 from nblaunch.diagnose import hang
 from nblaunch.group.fitness import Tallies, uneven
+from nblaunch.group.locating import Locating
 from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
 from nblaunch.protocol.messages import (
     Abort,
@@ -93,7 +94,7 @@ from nblaunch.protocol.messages import (
     Where,
 )
 from nblaunch.protocol.ranks import RankSet
-from nblaunch.protocol.reports import LocatedAll, format_ranks
+from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
 from nblaunch.protocol.state import Message, RankState, RunState, State, advance
 
 _LIMITS = {Phase.CONNECT: 60.0, Phase.PROCESS_GROUP: 120.0}
@@ -224,6 +225,8 @@ class GroupState(msgspec.Struct, frozen=True):
     """Ranks that have not released NCCL yet, once they are about to be ended; None before that."""
     saving: RankSet = RankSet()
     """Ranks that were ordered to save, and have not saved yet."""
+    looks: Mapping[int, Locating] = {}
+    """Looks at where the ranks are that are under way, by who wants to know."""
     notes: tuple[str, ...] = ()
     """What has happened to the ranks, for the next job with a result that the user sees."""
     launch_failure: tuple[str, str] | None = None
@@ -287,6 +290,7 @@ class GroupState(msgspec.Struct, frozen=True):
             and not self.recovery.busy
             and not self.interruption.busy
             and not self.unfolded
+            and not self.looks
         )
 
 
@@ -354,6 +358,12 @@ class ExitExplained(msgspec.Struct, frozen=True):
     exited: Exited
 
 
+class StacksRead(msgspec.Struct, frozen=True):
+    """The answer to `ReadStacks`, whole or in part."""
+
+    stacks: Mapping[int, str]
+
+
 class RanksStopped(msgspec.Struct, frozen=True):
     """None of these ranks is still at work; None stands for those of this node."""
 
@@ -406,17 +416,25 @@ class Noted(msgspec.Struct, frozen=True):
     text: str
 
 
+class LocateRanks(msgspec.Struct, frozen=True):
+    """Somebody wants to know where the ranks are, which have `seconds` for an answer; see `RanksLocated`."""
+
+    number: int
+    seconds: float
+
+
 class RestartAsked(msgspec.Struct, frozen=True):
     """The ranks of a kept group are to be replaced."""
 
     reason: str
 
 
-FromAgent: TypeAlias = AttemptStarting | WorkersForked | WorkerExited | ExitExplained | RanksStopped
-FromNodes: TypeAlias = NodeLeaving | NodeArrived | PrepareChanged | Preemption
-GroupEvent: TypeAlias = (
-    Received | Observed | FromAgent | FromNodes | JobGiven | Noted | RestartAsked | Trigger
+FromAgent: TypeAlias = (
+    AttemptStarting | WorkersForked | WorkerExited | ExitExplained | RanksStopped | StacksRead
 )
+FromNodes: TypeAlias = NodeLeaving | NodeArrived | PrepareChanged | Preemption
+FromClients: TypeAlias = JobGiven | Noted | LocateRanks | RestartAsked
+GroupEvent: TypeAlias = Received | Observed | FromAgent | FromNodes | FromClients | Trigger
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -461,6 +479,19 @@ class Explain(msgspec.Struct, frozen=True):
     exited: Exited
 
 
+class ReadStacks(msgspec.Struct, frozen=True):
+    """Read the stacks of ranks that do not answer, without waiting for that; see `StacksRead`."""
+
+    ranks: frozenset[int]
+
+
+class RanksLocated(msgspec.Struct, frozen=True):
+    """Report where the ranks are to the one that has asked."""
+
+    number: int
+    report: HangReport
+
+
 class ReleaseWorkers(msgspec.Struct, frozen=True):
     """Have the agent expect the exits of the ranks, and stop the `others`, which are still at work."""
 
@@ -474,7 +505,18 @@ class CloseGroup(msgspec.Struct, frozen=True):
     succeeded: bool
 
 
-Action: TypeAlias = Publish | Send | SendJob | Warn | Explain | ReleaseWorkers | CloseGroup | Order
+Action: TypeAlias = (
+    Publish
+    | Send
+    | SendJob
+    | Warn
+    | Explain
+    | ReadStacks
+    | RanksLocated
+    | ReleaseWorkers
+    | CloseGroup
+    | Order
+)
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -503,12 +545,10 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
             machine.ranks_stopped(ranks)
         case NodeLeaving() | NodeArrived() | PrepareChanged() | Preemption():
             machine.of_nodes(event)
-        case JobGiven():
-            machine.job_given(event)
-        case Noted(text):
-            machine.note(text)
-        case RestartAsked(reason):
-            machine.replace_ranks(reason)
+        case StacksRead(stacks):
+            machine.stacks_read(stacks)
+        case JobGiven() | Noted() | LocateRanks() | RestartAsked():
+            machine.requested(event)
         case _:
             machine.triggered(event)
     machine.regroup_if_idle()
@@ -540,6 +580,17 @@ class _Step:
     def send(self, rank: int, message: ToRank) -> None:
         if rank not in self.state.exited:
             self.act(Send(rank, message))
+
+    def requested(self, request: FromClients) -> None:
+        match request:
+            case JobGiven():
+                self.job_given(request)
+            case Noted(text):
+                self.note(text)
+            case LocateRanks(number, seconds):
+                self.look(number, seconds)
+            case RestartAsked(reason):
+                self.replace_ranks(reason)
 
     def triggered(self, trigger: Trigger) -> None:
         match trigger:
@@ -662,7 +713,9 @@ class _Step:
     def located(self, answer: Where) -> None:
         state = self.state
         interruption, sends = state.interruption.answered(answer, state.at_work, self.now)
-        self.set(sends, interruption=interruption, recovery=state.recovery.answered(answer))
+        looks = {why: look.with_answer(answer) for why, look in state.looks.items()}
+        self.set(sends, interruption=interruption, recovery=state.recovery.answered(answer), looks=looks)
+        self.go_on_looking()
         job = state.working
         if job is not None and job.left_open is not None and not job.settled:
             self.set_job(left_open=job.left_open.with_answer(answer))
@@ -714,6 +767,41 @@ class _Step:
             self.settle()
         elif job is not None and job.run.failed and job.settle_at is None:
             self.set_job(settle_at=self.now + _SETTLE_SECONDS)
+
+    # --- looks at where the ranks are ------------------------------------------------------------
+
+    def look(self, why: int, seconds: float) -> None:
+        """Ask the ranks that are at work where they are."""
+        state = self.state
+        ranks = () if state.closed else state.at_work.ranks.values()
+        asked = (rank.rank for rank in ranks if rank.node and not rank.state.final)
+        look, sends = Locating.of(asked, seconds, self.now)
+        self.set(sends, looks={**state.looks, why: look})
+        self.go_on_looking()
+
+    def stacks_read(self, stacks: Mapping[int, str]) -> None:
+        self.set(looks={why: look.with_stacks(stacks) for why, look in self.state.looks.items()})
+        self.go_on_looking()
+
+    def go_on_looking(self) -> None:
+        """Go on with looks of which a stage is over."""
+        remote = self.state.remote - self.state.exited
+        for why, look in self.state.looks.items():
+            after: Locating | HangReport = look
+            while isinstance(after, Locating) and after.over(remote, self.now):
+                before = after
+                after, sends = after.go_on(self.state.at_work, remote, self.now)
+                self.set(sends)
+                if isinstance(after, Locating) and after.silent != before.silent:
+                    self.act(ReadStacks(after.silent))
+            if isinstance(after, Locating):
+                self.set(looks={**self.state.looks, why: after})
+            else:
+                self.looked(why, after)
+
+    def looked(self, why: int, report: HangReport) -> None:
+        self.set(looks={other: look for other, look in self.state.looks.items() if other != why})
+        self.act(RanksLocated(why, report))
 
     # --- an attempt begins -----------------------------------------------------------------------
 
@@ -879,6 +967,7 @@ class _Step:
         interruption, sends = state.interruption.tick(state.at_work, self.present(), now)
         self.set(sends, interruption=interruption)
         self.press()
+        self.go_on_looking()
         recovery, sends = self.state.recovery.tick(now)
         self.set(sends, recovery=recovery)
         if recovery.takes_long(now):
