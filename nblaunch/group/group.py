@@ -61,10 +61,9 @@ from nblaunch.protocol.messages import (
     Returned,
     ToRank,
     Usage,
-    Waiting,
     encode,
 )
-from nblaunch.protocol.reports import HangReport, LocatedAll
+from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import Message, RunState
 
 _ANSWER_SECONDS = 1.0
@@ -283,11 +282,6 @@ class WorkerGroup:
         """The last measurement of ranks on other machines."""
         return dict(self._usages)
 
-    @property
-    def waited_for(self) -> Mapping[int, float]:
-        """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
-        return self._life.interruption.waited_for
-
     # --- on the caller's thread -----------------------------------------------------------------
 
     def start(self) -> None:
@@ -306,7 +300,11 @@ class WorkerGroup:
                 self._feed(lifecycle.JobGiven(prepare, self.settings.grace))
                 return
             job.logs = self._logs.begin_job(self.attempt)
-            self._feed(lifecycle.JobGiven(prepare, self.settings.grace, job.state, job.internal))
+            self._feed(
+                lifecycle.JobGiven(
+                    prepare, self.settings.grace, job.state, job.known.internal, job.known.ending
+                )
+            )
 
         self._hub.call(given)
 
@@ -395,41 +393,18 @@ class WorkerGroup:
             self._hub.call(lambda: self._measure_peers(-1))
         return found | {rank: used.memory for rank, used in dict(self._usages).items() if rank in away}
 
-    def looked_at(self, report: HangReport) -> None:
-        """Keep a report of where the ranks are with the state of the job."""
-        job, located = self.job, LocatedAll(report=report)
-
-        def keep() -> None:
-            if job is not None and (job is not self.job or job.ended.is_set()):
-                job.fold(located)
-            else:
-                self._feed(lifecycle.Observed(located))
-
-        self._hub.run(keep, _ANSWER_SECONDS)
-
-    def waits_for(self, ranks: Mapping[int, str]) -> None:
-        """Show where each of these ranks is, which the job waits for."""
-        self.post(lifecycle.Observed(Waiting(ranks=dict(ranks))))
-
     def answer(self, rank: int, answer: Answer) -> None:
         """Send a rank what the user has typed."""
-        self._hub.call(lambda: self._send(rank, answer))
+        self.post(lifecycle.Replied(rank, answer))
 
-    def interrupt(self, job: Job) -> None:
-        """Interrupt a job; one that these ranks have not been given yet ends at once."""
-        self._hub.call(lambda: self._feed(Trigger.INTERRUPT) if job is self.job else self._end(job))
-
-    def give_up(self, job: Job) -> None:
-        """End a job that these ranks have not been given."""
-        self._hub.call(lambda: self._end(job) if job is not self.job else None)
+    def interrupt(self, job: Job, *, sparing: bool = False) -> None:
+        """Interrupt a job; the second time its ranks are ended, unless `sparing` them. From any thread."""
+        trigger = Trigger.INTERRUPT_SPARING if sparing else Trigger.INTERRUPT
+        self._hub.call(lambda: self._feed(trigger) if job is self.job else None)
 
     def free_logs(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
         """Give back the room of logs that are older than those of the oldest job; on the hub's thread."""
         self._logs.free_before(oldest)
-
-    def end_job(self, job: Job) -> None:
-        """End a job as it is now, whatever its ranks do."""
-        self._hub.call(lambda: self._end(job))
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
@@ -629,7 +604,6 @@ class WorkerGroup:
                 if self.listener is not None:
                     self.listener.names_changed(message)
             case Asked() if self.job is not None:
-                self.job.questions.append(message)
                 self.job.asked(message)
             case Returned() | Profiled():
                 taken = self._taken(message)
@@ -774,7 +748,7 @@ class WorkerGroup:
         self.attempt = self._life.attempt
         job, known = self.job, self._life.job
         if job is not None and known is not None and not job.ended.is_set():
-            job.state, job.interrupted = known.run, known.interrupted
+            job.known = known
         for action in actions:
             # `close`, on another thread, drops `self.job` as soon as the group is closed.
             if not isinstance(action, Publish):
@@ -801,28 +775,12 @@ class WorkerGroup:
                     self._followers.release(succeeded=succeeded, others=others)
             case lifecycle.CloseGroup(succeeded):
                 self._close(succeeded=succeeded)
-            case _ if job is not None:
-                self._perform_for(job, action)
-            case Order():
-                self._give_order(action)
-            case _:
-                pass
-
-    def _perform_for(self, job: Job, action: Action) -> None:
-        match action:
-            case lifecycle.SendJob(rank):
+            case lifecycle.SendJob(rank) if job is not None:
                 self._send(rank, job.dispatch_to(rank))
-            case lifecycle.Warn(text):
+            case lifecycle.Warn(text) if job is not None:
                 job.late.append(text)
-            case Order.FINISH_JOB:
-                job.launch_failure = self._life.launch_failure
-                self._end(job)
-            case Order.KEEP_PAYLOAD:
-                job.whole()
-            case Order.FORGET_VALUES:
-                job.release_values()
             case Order():
-                self._give_order(action)
+                self._give_order(action, job)
             case _:
                 pass
 
@@ -830,9 +788,16 @@ class WorkerGroup:
         """Return the bytes that a rank has sent, if the message is still that one."""
         return self._raw[1] if self._raw is not None and self._raw[0] is message else encode(message)
 
-    def _give_order(self, order: Order) -> None:
-        """Have the agent do something, and the peers follow."""
+    def _give_order(self, order: Order, job: Job | None) -> None:
+        """Have the agent do something, and the peers follow, or do it for the job."""
         match order:
+            case Order.FINISH_JOB if job is not None:
+                job.launch_failure = self._life.launch_failure
+                self._end(job)
+            case Order.KEEP_PAYLOAD if job is not None:
+                job.whole()
+            case Order.FORGET_VALUES if job is not None:
+                job.release_values()
             case Order.STOP_AGENT:
                 self._agent.stop()
             case Order.RESTART_AGENT:

@@ -238,6 +238,7 @@ class Hub:
             select.select([self._waker], [], [], _TICK_SECONDS)
             self._waker.clear()
             self._run_calls()
+            self._tick(time.monotonic())
 
     def _route(self) -> None:
         poller = self._poller

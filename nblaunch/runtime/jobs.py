@@ -5,6 +5,7 @@ Everything here runs on the hub's thread, unless a method says otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -29,7 +30,6 @@ from nblaunch.group.usage import SeenGpus
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
     ClientRecord,
-    EarlyEnd,
     ErrorRecord,
     JobEnd,
     JobEnded,
@@ -57,7 +57,7 @@ from nblaunch.runtime.journal import Journal, counts_of
 from nblaunch.runtime.launch import own_directory
 from nblaunch.runtime.metrics_file import MetricsFile
 
-# A job that is over by then needs no thread that watches it.
+# A job that is over by then is not measured.
 _YOUNG_SECONDS = 0.1
 # A job that is over by then, or has written less, is not worth a file unless it is kept.
 _JOURNAL_SECONDS = 0.5
@@ -148,9 +148,9 @@ class RunningJob:
         self._began = time.monotonic()
         self._brought = ExitStack()
         self._prepare: Prepare | None = None
-        self._ending: Ending | None = None
-        self._thread: threading.Thread | None = None
-        self._interrupts = 0
+        self._measuring: ExitStack | None = None
+        self._interrupted = False
+        """Whether that was before it began."""
         self._recording: _Recording | None = None
         self.job = self._made(order, directory, tenure)
         path = order.options.metrics_file
@@ -167,6 +167,7 @@ class RunningJob:
             internal=order.internal,
             output=OutputFilter.of(order.options),
             directory=directory,
+            ending=Ending.of(order.options.timeout, order.options.hang_after, self._began),
         )
         job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
         job.asked = self._asked
@@ -211,38 +212,47 @@ class RunningJob:
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
         """Give the job to a group, unless it was interrupted before."""
         self.group, self._prepare, self._hub = group, prepare, hub
-        if self._interrupts:
+        if self._interrupted:
             self._give_up()
             return
-        self._ending = Ending(group, self.job, self.order.options)
         group.begin(self.job, prepare)
         group.start()
 
     def _give_up(self) -> None:
-        message = f"the run was interrupted: {self.job.state.where}"
-        self.job.interrupted = True
+        known, where = self.job.known, self.job.state.where
+        self.job.known = replace(
+            known, interrupted=True, ending=replace(known.ending, begun=True, where=where)
+        )
         self.job.end(time.time())
-        self._finish(EarlyEnd(timeout=False, message=message))
 
-    def interrupt(self) -> None:
-        """Interrupt the job; the second time its ranks are ended, but never for a look into them."""
-        if self.order.look and self._interrupts:
-            return
-        self._interrupts += 1
-        if self._ending is not None and self.end is None:
-            self._ending.interrupt()
-            self._watch()
+    def interrupt(self, *, sparing: bool = False) -> None:
+        """Interrupt the job; the second time its ranks are ended, unless `sparing` them.
+
+        A look into ranks is interrupted once. From any thread.
+        """
+        if self.group is None:
+            self._interrupted = True
+        elif not (self.order.look and self.job.known.ending.begun):
+            self.group.interrupt(self.job, sparing=sparing)
 
     def tick(self, now: float) -> None:
-        """Watch a job that takes a while; `now` is monotonic."""
-        limit = self.order.options.timeout
-        young = _YOUNG_SECONDS if limit is None else min(limit, _YOUNG_SECONDS)
-        if self._ending is not None and self.end is None and now - self._began >= young:
-            self._watch()
+        """Measure and record a job that takes a while; `now` is monotonic."""
+        if self._measuring is None and self.order.usage and now - self._began >= _YOUNG_SECONDS:
+            self._measure()
         if self._recording is not None:
             self._look_at(self._recording, now)
         if self._file is not None and self._file_due is not None and now >= self._file_due:
-            self._file_is_whole(None, f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
+            self._file_is_whole(f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
+
+    def _measure(self) -> None:
+        group, job = self.group, self.job
+        if group is None or self._prepare is None or job.ended.is_set():
+            return
+        seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
+        measuring = ExitStack()
+        with contextlib.suppress(RuntimeError):  # the system refuses a thread: the next tick asks again
+            measuring.enter_context(group.measuring(lambda: job.state, seen, wanted=True))
+            self._measuring = measuring
 
     def _look_at(self, recording: _Recording, now: float) -> None:
         if not recording.begun and now - self._began >= _JOURNAL_SECONDS:
@@ -251,55 +261,31 @@ class RunningJob:
             text = f"the oldest output of this job is no longer kept for those who come later ({why})"
             self.group.post(Observed(Noticed(text=text)))
 
-    def _watch(self) -> None:
-        if self._thread is None:
-            name = f"nblaunch-job-{self.number & 0xFFFFFFFF}"
-            thread = threading.Thread(target=self._until_ended, name=name, daemon=True)
-            # Where the system refuses one, the next tick asks again.
-            thread.start()
-            self._thread = thread
-
-    def _until_ended(self) -> None:
-        """Run on a thread of its own."""
-        group, job, ending, early = self.group, self.job, self._ending, None
-        assert group is not None and ending is not None and self._prepare is not None  # noqa: S101, PT018 - `begin` has set them
-        seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
-        try:
-            with group.measuring(lambda: job.state, seen, wanted=self.order.usage):
-                early = ending.run(self._began)
-        finally:
-            group.end_job(job)
-            self._hub.call(lambda: self._finish(early))
-
     def _job_ended(self) -> None:
-        if self._thread is None:
-            self._finish(None)
-
-    def _finish(self, early: EarlyEnd | None) -> None:
-        if self.end is not None:
-            return
+        if self._measuring is not None:
+            self._measuring.close()
         if self._file is None:
-            self._end(early)
-        elif self._file_due is None:
+            self._end()
+        else:
             # The result comes when the file has all: who waits for the one reads the other.
             file, hub = self._file, self._hub
             self._file_due = time.monotonic() + _FILE_SECONDS
-            file.close(lambda: hub.call(lambda: self._file_is_whole(early, file.problem)))
+            file.close(lambda: hub.call(lambda: self._file_is_whole(file.problem)))
 
-    def _file_is_whole(self, early: EarlyEnd | None, problem: str) -> None:
+    def _file_is_whole(self, problem: str) -> None:
         if self.end is None:
             self.job.late += [problem] if problem else []
-            self._end(early)
+            self._end()
 
-    def _end(self, early: EarlyEnd | None) -> None:
+    def _end(self) -> None:
         job, group = self.job, self.group
-        error = job.error
+        error, early = job.error, job.known.ending.early
         if self.ended_with:
             error, early = LaunchError(self.ended_with, phase="job", kind=FailureKind.SESSION_ENDED), None
         self.end = JobEnd(
             error=None if error is None else ErrorRecord.of(error),
             launch_failure=job.launch_failure,
-            interrupted=job.interrupted,
+            interrupted=job.known.interrupted,
             early=early,
             logs={attempt: tuple(ranks.values()) for attempt, ranks in job.logs.items()},
             log_dir="" if group is None else str(own_directory(job, group.settings) or ""),
@@ -353,14 +339,10 @@ class RunningJob:
 
     def questions_for(self, connection: ClientConnection) -> tuple[Asked, ...]:
         """Return the open questions, where this client is to ask them."""
-        return tuple(self.job.questions) if self.is_of(connection) else ()
+        return self.job.known.questions if self.is_of(connection) else ()
 
     def reply(self, rank: int, answer: Answer) -> None:
         """Send a rank what the user has typed."""
-        questions = self.job.questions
-        self.job.questions = type(questions)(
-            each for each in questions if (each.rank, each.number) != (rank, answer.number)
-        )
         if self.group is not None:
             self.group.answer(rank, answer)
 

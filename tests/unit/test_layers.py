@@ -316,7 +316,7 @@ def test_what_is_a_callers_comes_with_its_requests():
 
 def test_what_decides_on_the_life_of_a_group_has_no_clock_no_thread_and_no_io():
     machines = {
-        f"nblaunch.group.{each}" for each in ("fitness", "lifecycle", "locating", "recovery")
+        f"nblaunch.group.{each}" for each in ("ending", "fitness", "lifecycle", "locating", "recovery")
     }
     pure = {"__future__", "collections.abc", "dataclasses", "enum", "msgspec", "msgspec.structs", "typing"}
     ours = ("nblaunch.protocol", "nblaunch.diagnose", *machines)
