@@ -93,28 +93,26 @@ _STOPPED = "its process is stopped"
 
 
 class LateRanks(msgspec.Struct, frozen=True):
-    """The interrupted ranks that are shown as still at work."""
+    """Interrupted ranks that are still at work, as they are shown."""
 
     look_at: float = 0.0
-    shown: Mapping[int, str] = {}
+    """When to look again."""
+    ranks: Mapping[int, str] = {}
     stopped: Mapping[int, float] = {}
-    """The ranks whose process is stopped (SIGSTOP), and how many seconds ago each was interrupted."""
+    """Those whose process is stopped (SIGSTOP), and how many seconds ago each was interrupted."""
 
-    def after(
-        self, waited_for: Mapping[int, float], report: HangReport | None, asked: float, now: float
-    ) -> LateRanks:
-        """Return this with another look at ranks; `asked` is when it was begun."""
-        places = {} if report is None else _places(report)
+    @classmethod
+    def of(cls, waited_for: Mapping[int, float], report: HangReport, asked: float, now: float) -> LateRanks:
+        """Return what to show; `asked` is when ranks were asked for the `report`."""
+        places = _places(report)
         late = {rank: asked - since for rank, since in overdue(waited_for, asked).items()}
-        return LateRanks(
-            # faulthandler takes its time for each rank that holds its interpreter.
-            now + max(_BETWEEN_SECONDS, 2 * (now - asked)),
-            {
-                rank: f"interrupted {seconds:.0f} s ago, {places.get(rank, 'still at work')}"
-                for rank, seconds in late.items()
-            },
-            {rank: seconds for rank, seconds in late.items() if _STOPPED in places.get(rank, "")},
-        )
+        shown = {
+            rank: f"interrupted {seconds:.0f} s ago, {places.get(rank, 'still at work')}"
+            for rank, seconds in late.items()
+        }
+        stopped = {rank: seconds for rank, seconds in late.items() if _STOPPED in places.get(rank, "")}
+        # faulthandler takes its time for each rank that holds its interpreter.
+        return cls(now + max(_BETWEEN_SECONDS, 2 * (now - asked)), shown, stopped)
 
 
 def overdue(waited_for: Mapping[int, float], now: float) -> dict[int, float]:

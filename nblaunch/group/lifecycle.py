@@ -57,7 +57,16 @@ import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose import hang
-from nblaunch.group.ending import ANSWER_SECONDS, ASK_SECONDS, END_SECONDS, NEVER, Ending, Why, overdue
+from nblaunch.group.ending import (
+    ANSWER_SECONDS,
+    ASK_SECONDS,
+    END_SECONDS,
+    NEVER,
+    Ending,
+    LateRanks,
+    Why,
+    overdue,
+)
 from nblaunch.group.fitness import Tallies, uneven
 from nblaunch.group.locating import Locating
 from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
@@ -806,15 +815,13 @@ class _Step:
 
     # --- where the ranks are ---------------------------------------------------------------------
 
-    def locate(
-        self, why: int, seconds: float, ranks: Collection[int] | None = None, *, twice: bool = True
-    ) -> None:
-        """Ask ranks that are at work where they are, None for all; `twice` where they seem to be stuck."""
+    def locate(self, why: int, seconds: float, ranks: Collection[int] | None = None) -> None:
+        """Ask ranks that are at work where they are, None for all."""
         state = self.state
         known = () if state.closed else state.at_work.ranks.values()
         at_work = (rank.rank for rank in known if rank.node and not rank.state.final)
         asked = (rank for rank in at_work if ranks is None or rank in ranks)
-        search, sends = Locating.of(asked, seconds, self.now, twice=twice)
+        search, sends = Locating.of(asked, seconds, self.now)
         self.set(sends, searches={**state.searches, why: search})
         self.search_on()
 
@@ -839,18 +846,18 @@ class _Step:
 
     def located_all(self, why: int, report: HangReport, asked: float) -> None:
         self.set(searches={other: each for other, each in self.state.searches.items() if other != why})
-        match why:
-            case Why.INTERRUPT | Why.TIMEOUT:
-                self.keep_where(report)
-                self.tell_ranks()
-            case Why.IMPORTS:
-                self.break_off_imports(report)
-            case Why.LATE:
-                self.show_late(report, asked)
-            case Why.HANG:
-                self.look_for_hang(report, asked)
-            case _:
-                self.act(RanksLocated(why, report))
+        job = self.state.working
+        if job is None or why >= 0:
+            self.act(RanksLocated(why, report))
+        elif why == Why.HANG:
+            self.look_for_hang(job, report, asked)
+        elif why == Why.LATE:
+            self.show_late(job, report, asked)
+        elif why == Why.IMPORTS:
+            self.break_off_imports(job, report)
+        else:
+            self.keep_where(job, report)
+            self.tell_ranks()
 
     # --- an attempt begins -----------------------------------------------------------------------
 
@@ -1106,13 +1113,12 @@ class _Step:
 
     def finish(self) -> None:
         """End the job: its result can be made."""
-        if self.state.working is None:
+        job, remote = self.state.working, self.state.remote - self.state.exited
+        if job is None:
             return
-        remote = self.state.remote - self.state.exited
-        for why in (Why.INTERRUPT, Why.TIMEOUT):
+        for why in self.state.searches.keys() & {Why.INTERRUPT, Why.TIMEOUT}:
             # It counts, although the job has ended while its ranks were asked.
-            if why in self.state.searches:
-                self.keep_where(self.state.searches[why].report(self.state.at_work, remote))
+            self.keep_where(job, self.state.searches[why].report(job.run, remote))
         self.set_job(ended=True, settle_at=None)
         others = {why: each for why, each in self.state.searches.items() if why >= 0}
         self.set(interruption=self.state.interruption.over(), searches=others)
@@ -1144,38 +1150,32 @@ class _Step:
             self.locate(Why.TIMEOUT, ANSWER_SECONDS)
         elif not ending.begun and ending.hang.due(now) and Why.HANG not in self.state.searches:
             self.locate(Why.HANG, ANSWER_SECONDS)
-        self.look_for_late()
+        if self.state.working is not None:
+            self.look_for_late(self.state.working)
 
-    def look_for_hang(self, report: HangReport, asked: float) -> None:
-        job = self.state.working
-        if job is None:
-            return
+    def look_for_hang(self, job: JobState, report: HangReport, asked: float) -> None:
         hang_watch, hangs = job.ending.hang.hangs(report, asked)
         self.set_ending(hang=hang_watch)
         if hangs:
             self.fold(LocatedAll(report=report))
             self.fold(Noticed(text=f"nothing heard for {hang_watch.seconds:g} s\n{report}"))
 
-    def look_for_late(self) -> None:
+    def look_for_late(self, job: JobState) -> None:
         """Find out where interrupted ranks are that do not end, unless that was done a moment ago."""
-        state, job, now = self.state, self.state.working, self.now
+        state, shown = self.state, job.ending.late
         # Fresh ranks have the grace period, and no longer.
-        waits = job is not None and not state.replacing and (state.kept or not job.ending.begun)
-        if not waits or job is None or now < job.ending.late.look_at or Why.LATE in state.searches:
+        waits = not state.replacing and (state.kept or not job.ending.begun)
+        if not waits or self.now < shown.look_at or Why.LATE in state.searches:
             return
-        late = overdue(state.interruption.waited_for, now)
-        if late:
-            self.locate(Why.LATE, ASK_SECONDS, late, twice=False)
-        elif job.ending.late.shown:
-            self.show_late(None, now)
+        late = overdue(state.interruption.waited_for, self.now)
+        if late or shown.ranks:
+            self.locate(Why.LATE, ASK_SECONDS, late)
 
-    def show_late(self, report: HangReport | None, asked: float) -> None:
-        state, job = self.state, self.state.working
-        if job is None:
-            return
-        late = job.ending.late.after(state.interruption.waited_for, report, asked, self.now)
+    def show_late(self, job: JobState, report: HangReport, asked: float) -> None:
+        state = self.state
+        late = LateRanks.of(state.interruption.waited_for, report, asked, self.now)
         self.set_ending(late=late)
-        self.fold(Waiting(ranks=dict(late.shown)))
+        self.fold(Waiting(ranks=dict(late.ranks)))
         stopped = [rank for rank, seconds in late.stopped.items() if seconds > state.grace]
         if job.ending.timed_out and stopped and not state.replacing:
             # There may be nobody to continue it, and it is not in the middle of anything.
@@ -1190,51 +1190,41 @@ class _Step:
         self.set_ending(interrupts=interrupts)
         if not job.ending.begun:
             self.set_ending(begun=True, noticed=len(job.run.notices))
-            if job.run.awaits_nodes:
-                self.keep_where(None)
-                self.tell_ranks()
-            else:
-                self.locate(Why.INTERRUPT, ASK_SECONDS)
+            self.locate(Why.INTERRUPT, ASK_SECONDS)
         elif job.ending.told:
             if not sparing and (interrupts > 1 or job.ending.timed_out):
                 self.interrupt_again()
             else:
                 self.begin_interruption()
 
-    def keep_where(self, report: HangReport | None) -> None:
+    def keep_where(self, job: JobState, report: HangReport) -> None:
         """Keep where the ranks were that are about to be told to end, or have just ended."""
-        job = self.state.working
-        if job is None:
-            return
-        where = job.run.where
-        if report is None:
-            self.set_ending(where=where)
+        if job.run.awaits_nodes:
+            self.set_ending(where=job.run.where)
         else:
-            self.set_ending(where=report.summary or where, findings=report.findings)
+            self.set_ending(where=report.summary or job.run.where, findings=report.findings)
             self.fold_run(LocatedAll(report=report))
 
     def tell_ranks(self) -> None:
         """Have the ranks end the job, which the user has interrupted, or which has timed out."""
-        job = self.state.working
+        job, kept, stops = self.state.working, self.state.kept, self.now + self.state.grace
         if job is None:
             return
-        stops = self.now + self.state.grace
-        self.set_ending(told=True)
-        if job.ending.timed_out and not self.state.kept:
-            self.set_ending(give_up_at=stops + END_SECONDS)
+        timed_out = job.ending.timed_out
+        if timed_out and not kept:
+            self.set_ending(told=True, give_up_at=stops + END_SECONDS)
             self.act(Order.STOP_AGENT)
             return
-        if not self.state.kept:
-            self.set_ending(skip_at=stops)
+        self.set_ending(told=True, skip_at=NEVER if kept else stops)
         self.set_job(interrupted=True)
         self.begin_interruption()
         if not job.dispatched or job.settled:
-            if self.state.kept:
+            if kept:
                 self.finish()
             else:
                 # Nothing of the user's runs yet, or only what a rank that has failed does at its end.
                 self.act(Order.STOP_AGENT)
-        if job.ending.interrupts > 1 and not job.ending.timed_out:
+        if job.ending.interrupts > 1 and not timed_out:
             self.interrupt_again()  # it came while the ranks were asked
 
     def interrupt_again(self) -> None:
@@ -1242,23 +1232,20 @@ class _Step:
         job, kept = self.state.working, self.state.kept
         if job is None or (kept and job.ending.skipped) or Why.IMPORTS in self.state.searches:
             return
-        if not kept or job.ending.timed_out or job.ending.broken_off:
-            if kept or not job.ending.timed_out:
-                self.skip_grace()
-            return
-        self.locate(Why.IMPORTS, ASK_SECONDS, self.state.interruption.waited_for, twice=False)
+        if kept and not (job.ending.timed_out or job.ending.broken_off):
+            self.locate(Why.IMPORTS, ASK_SECONDS, self.state.interruption.waited_for)
+        elif kept or not job.ending.timed_out:
+            self.skip_grace()
 
-    def break_off_imports(self, report: HangReport) -> None:
-        late, job = self.state.interruption.waited_for.keys(), self.state.working
+    def break_off_imports(self, job: JobState, report: HangReport) -> None:
+        late = self.state.interruption.waited_for.keys()
         importing = {rank for group in report.groups if group.importing for rank in group.ranks}
-        if job is None or not late or not late <= importing:
+        if not late or not late <= importing or job.ending.interrupts > 2:  # noqa: PLR2004 - a third came
             self.skip_grace()
             return
         interruption, sends = self.state.interruption.at_once()
         self.set(sends, interruption=interruption)
         self.set_ending(broken_off=True)
-        if job.ending.interrupts > 2:  # noqa: PLR2004 - the third came while the ranks were asked
-            self.skip_grace()
 
     # --- interrupts, recovery, replacement -------------------------------------------------------
 

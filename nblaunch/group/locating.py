@@ -43,8 +43,6 @@ class Locating(msgspec.Struct, frozen=True):
     seconds: float
     """How long ranks have for an answer."""
     survey: Survey
-    twice: bool = True
-    """Whether ranks that seem to wait for each other are asked once more."""
     stage: LocatingStage = LocatingStage.ASKING
     until: float = 0.0
     silent: frozenset[int] = frozenset()
@@ -56,12 +54,10 @@ class Locating(msgspec.Struct, frozen=True):
     """What was answered before ranks were asked once more."""
 
     @classmethod
-    def of(
-        cls, ranks: Iterable[int], seconds: float, now: float, *, twice: bool = True
-    ) -> tuple[Locating, Sends]:
+    def of(cls, ranks: Iterable[int], seconds: float, now: float) -> tuple[Locating, Sends]:
         """Return a search for these ranks, and its questions."""
         survey, sends = Survey.of(ranks, now + seconds)
-        return cls(now, seconds, survey, twice), sends
+        return cls(now, seconds, survey), sends
 
     def with_answer(self, answer: Where) -> Locating:
         """Return the search with one rank's answer."""
@@ -100,7 +96,7 @@ class Locating(msgspec.Struct, frozen=True):
             survey, sends = Survey.of(self.circles, now + self.seconds)
             return replace(self, stage=LocatingStage.AGAIN, survey=survey, first=self.survey.answers), sends
         report = self.report(state, remote)
-        if self.stage is LocatingStage.AGAIN or not (self.twice and report.deadlocks):
+        if self.stage is LocatingStage.AGAIN or not report.deadlocks:
             return report, ()
         circles = frozenset(rank for circle in report.deadlocks for rank in circle)
         until = now + _settled_after(self.survey.answers[rank] for rank in circles)
