@@ -45,6 +45,8 @@ class Locating(msgspec.Struct, frozen=True):
     survey: Survey
     stage: LocatingStage = LocatingStage.ASKING
     until: float = 0.0
+    state: RunState | None = None
+    """The job before stacks were read: the signal for that may end what a rank is in, and then the job."""
     silent: frozenset[int] = frozenset()
     """The ranks whose stacks are to be read."""
     stacks: Mapping[int, str] = {}
@@ -88,8 +90,8 @@ class Locating(msgspec.Struct, frozen=True):
         Ranks whose stacks are to be read are `silent`. `remote` are on other machines, and alive.
         """
         if self.stage is LocatingStage.ASKING and (silent := self._silent(state, remote)):
-            reading = replace(self, stage=LocatingStage.READING, silent=silent, until=now + _NODE_SECONDS)
-            return reading, ()
+            until = now + _NODE_SECONDS
+            return replace(self, stage=LocatingStage.READING, state=state, silent=silent, until=until), ()
         if self.stage is LocatingStage.SETTLING:
             # No two ranks answer at the same time: in between, each may have sent what the other awaits.
             # What `isend` and `irecv` have begun is not in gloo's recorder at all.
@@ -100,7 +102,7 @@ class Locating(msgspec.Struct, frozen=True):
             return report, ()
         circles = frozenset(rank for circle in report.deadlocks for rank in circle)
         until = now + _settled_after(self.survey.answers[rank] for rank in circles)
-        return replace(self, stage=LocatingStage.SETTLING, circles=circles, until=until), ()
+        return replace(self, stage=LocatingStage.SETTLING, state=None, circles=circles, until=until), ()
 
     def _silent(self, state: RunState, remote: AbstractSet[int]) -> frozenset[int]:
         return frozenset(
@@ -121,6 +123,7 @@ class Locating(msgspec.Struct, frozen=True):
     def report(self, state: RunState, remote: AbstractSet[int]) -> HangReport:
         """Return the report, for ranks that did not answer with the stacks that were read."""
         # A rank may answer while its stack is read: it is in the report once.
+        state = self.state or state
         answers = {rank: answer for rank, answer in self.answers.items() if rank not in self.stacks}
         silent, finished, elsewhere = dict[int, str](), list[int](), dict[int, str]()
         for rank, known in state.ranks.items():

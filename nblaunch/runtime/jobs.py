@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections import Counter
@@ -45,7 +46,6 @@ from nblaunch.protocol.messages import (
     Answer,
     Asked,
     Dispatch,
-    FromRank,
     Measured,
     Noticed,
     Payload,
@@ -59,6 +59,7 @@ from nblaunch.runtime.metrics_file import MetricsFile
 
 # A job that is over by then is not measured.
 _YOUNG_SECONDS = 0.1
+_TICK_SECONDS = 0.05
 # A job that is over by then, or has written less, is not worth a file unless it is kept.
 _JOURNAL_SECONDS = 0.5
 _UNWRITTEN = 1000
@@ -397,18 +398,14 @@ def _without_value(known: RankState, why: str) -> RankState:
 
 
 class Jobs:
-    """All jobs of a runtime, by number; a member of the hub, for its clock."""
-
-    group = "jobs"
-    attempt = 0
-    token = ""
+    """All jobs of a runtime, by number."""
 
     def __init__(self, hub: Hub) -> None:
         """Follow the clock of `hub`."""
-        self._hub = hub
         self._jobs: dict[int, RunningJob] = {}
         self._running: list[RunningJob] = []
-        hub.add(self)
+        self._tick_at = 0.0
+        hub.after_turn.append(self._tick)
 
     def add(self, job: RunningJob) -> None:
         """Keep a job."""
@@ -441,27 +438,14 @@ class Jobs:
         """Return the jobs that a connection watches."""
         return [job for job in self._jobs.values() if connection in job.watchers]
 
-    @property
-    def running(self) -> list[RunningJob]:
-        """The jobs that have not ended."""
-        self._running = [job for job in self._running if job.end is None]
-        return self._running
-
-    # --- as a member of the hub ----------------------------------------------------------------------
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is due before the next message or call."""
-        return not self.running
-
-    def receive(self, message: FromRank, data: bytes) -> None:
-        """No rank sends to the jobs."""
-
-    def tick(self, now: float) -> None:
-        """Watch jobs that take a while."""
-        for job in self.running:
-            job.tick(now)
-
-    def lost(self, error: Exception) -> None:  # noqa: ARG002 - as every member's
-        """Follow no clock any more: the hub has ended, and each group ends its job."""
-        self._hub.remove(self)
+    def _tick(self) -> float:
+        """Let time pass for the jobs that have not ended; return in how many seconds this is due again."""
+        if not self._running:
+            return math.inf
+        now = time.monotonic()
+        if now >= self._tick_at:
+            self._tick_at = now + _TICK_SECONDS
+            self._running = [job for job in self._running if job.end is None]
+            for job in self._running:
+                job.tick(now)
+        return self._tick_at - now
