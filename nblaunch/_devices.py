@@ -9,8 +9,10 @@ A name of torch's that is not public (`tests/unit/test_torch_names.py`):
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -23,6 +25,22 @@ VARIABLES = (CUDA, HIP, ROCR)
 _MIG = "MIG-"
 _BY_NAME = ("GPU-", _MIG)
 _CPUS = "_get_logical_cpus_to_bind_to"
+_NCCL = "libnccl.so.2"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the NCCL that this process has loaded with torch; no device is touched.
+
+    `torch.cuda.nccl.version()` is the one that torch was compiled with. Another may have been installed since.
+    """
+    try:
+        loaded = ctypes.CDLL(_NCCL, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        code = ctypes.c_int()
+        loaded.ncclGetVersion(ctypes.byref(code))
+    except (OSError, AttributeError):  # it is a part of torch's own library, or AMD's
+        return tuple(importlib.import_module("torch.cuda.nccl").version())
+    # As nccl.h codes it since 2.9.
+    return code.value // 10_000, code.value // 100 % 100, code.value % 100
 
 
 def choice_of(environ: Mapping[str, str], *, hip: bool) -> str | None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from nblaunch._devices import nccl_version
+
 SIMULATED = "FAKE_GPUS" in os.environ
 if SIMULATED and "PYTEST_XDIST_WORKER" in os.environ:
     # Each of pytest's processes has simulated GPUs of its own: what one fills is not full for the other.
@@ -40,9 +42,9 @@ def skip_without_gpus(item: pytest.Item) -> None:
 
 def two_ranks_share_a_gpu() -> bool:
     """Whether NCCL can put two ranks on a GPU, and is told so for all tests."""
-    import torch
+    import torch  # noqa: F401 - it loads NCCL
 
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0" and torch.cuda.nccl.version() >= (2, 30)
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0" and nccl_version() >= (2, 30)
 
 
 def devices_of_ranks() -> list[str]:

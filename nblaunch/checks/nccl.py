@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nblaunch import _devices
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, on_one_line, problem
@@ -147,7 +148,7 @@ def _failure(reports: list[RankReport], late: str) -> str:
 
 
 def _success(reports: list[RankReport]) -> Finding:
-    version, first = reports[0]["version"], max(each["first"] for each in reports)
+    version, first = ".".join(map(str, _devices.nccl_version())), max(each["first"] for each in reports)
     if len(reports) == 1:
         return ok(NAME, f"1 GPU: NCCL {version} works; there is no other GPU to talk to")
     slowest = min(each["bandwidth"] for each in reports) / 1e9

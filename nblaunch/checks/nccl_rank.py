@@ -65,8 +65,7 @@ def _measure(rank: int, ranks: int, rdzv: str, seconds: float) -> None:
     took = (time.perf_counter() - began) / _TIMES
     # What goes through the slowest link: the figure that NCCL's own tests call bus bandwidth.
     bandwidth = 2 * (ranks - 1) / ranks * _BYTES / took
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    _report(first=first, wrong=wrong, bandwidth=bandwidth, version=version)
+    _report(first=first, wrong=wrong, bandwidth=bandwidth)
 
 
 def main() -> None:

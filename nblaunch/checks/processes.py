@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from nblaunch import _notebook
+from nblaunch import _devices, _notebook
 from nblaunch._errors import LaunchError
 from nblaunch.checks.report import Finding, ok, problem, warning
 from nblaunch.checks.runtime import DoctorRuntime
@@ -76,14 +76,12 @@ def nccl() -> Iterator[Finding]:
     """Report which NCCL ranks on GPUs will use, and which variables change its behaviour."""
     if why_no_torch():
         return
-    import torch
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_nccl_available()):
         yield ok("NCCL", "not in this torch; only ranks on GPUs need it")
         return
-    # The number that torch was compiled with: no library is asked, no device touched.
-    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    version = ".".join(map(str, _devices.nccl_version()))
     chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
     slowed = [each for each in chosen if each in _SLOWED]
     summary = ", ".join([version, *chosen])

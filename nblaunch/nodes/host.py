@@ -24,9 +24,9 @@ from dataclasses import replace
 import psutil
 import torch
 import zmq
-from torch.cuda import nccl
 from zmq.utils import monitor
 
+from nblaunch import _devices
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
@@ -73,7 +73,7 @@ def this_machine(placement: Placement) -> Inventory:
         boot=f"{boot_id() or psutil.boot_time()} {platform.node()}",
         backend=placement.backend,
         device_type=placement.device_type,
-        nccl=".".join(map(str, nccl.version())) if torch.version.cuda else "",
+        nccl=".".join(map(str, _devices.nccl_version())) if torch.version.cuda else "",
         cuda=torch.version.cuda or "",
         driver=driver,
         glibc=platform.libc_ver()[1],

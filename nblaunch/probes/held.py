@@ -132,7 +132,8 @@ def _of_tensor(tensor: torch.Tensor, **known: str) -> HeldPart | None:
     """Return a tensor's storage, under the shape of the tensor; None where it has none of its own."""
     with contextlib.suppress(Exception):  # of fake, functional, sparse ones, and of those already freed
         storage = tensor.untyped_storage()
-        if tensor.device.type == "meta" or storage.data_ptr() == 0:
+        # A fake tensor names a device, and warns of being asked where it is; its storage is on none.
+        if storage.device.type == "meta" or storage.data_ptr() == 0:
             return None
         device = str(tensor.device)
         shape = ", ".join(map(str, tensor.shape))

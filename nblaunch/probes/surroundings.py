@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nblaunch import _devices
 from nblaunch._version import __version__
 from nblaunch.probes.blocks import digest
 from nblaunch.probes.contents import Contents
@@ -67,7 +68,7 @@ def _plain_parts() -> Iterator[tuple[str, object]]:
     if torch.version.cuda is not None and torch.cuda.is_initialized():
         yield "GPU", torch.cuda.get_device_name()
         yield "version of cuDNN", torch.backends.cudnn.version()
-        yield "version of NCCL", torch.cuda.nccl.version()
+        yield "version of NCCL", _devices.nccl_version()
     for name, version in sorted(_packages().items()):
         yield f"package {name}", version
     for name, value in _flags().items():

@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch.distributed import _composable_state, device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from nblaunch import _devices
+
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _OPTION = "enable_reconfigure"
 _BEGIN_DDP = "_ddp_init_helper"
@@ -84,7 +86,7 @@ def _makers() -> frozenset[str]:
     if not torch_can():
         return frozenset()
     # AMD's library, and NCCL before 2.28, cannot revoke what is under way.
-    nccl = torch.version.cuda is not None and torch.cuda.nccl.version() >= _NCCL_REVOKES
+    nccl = torch.version.cuda is not None and _devices.nccl_version() >= _NCCL_REVOKES
     return frozenset({_MAKES_GLOO, _MAKES_NCCL} if nccl else {_MAKES_GLOO})
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nblaunch
+from nblaunch._devices import nccl_version
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
@@ -124,9 +125,7 @@ def test_ranks_share_a_gpu_with_gloo_where_it_is_named_for_cuda():
     assert result.devices == {0: "cuda:0", 1: "cuda:0"}
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 30), reason="needs NCCL 2.30"
-)
+@pytest.mark.skipif(torch.cuda.is_available() and nccl_version() < (2, 30), reason="needs NCCL 2.30")
 def test_ranks_share_a_gpu_where_nccl_is_told_so():
     environ = {"CUDA_VISIBLE_DEVICES": NAMES[1], "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     result = nblaunch.run(total_on_gpu, (2,), nproc=2, env=environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ GPUS = torch.cuda.device_count()
 DEVICES = [f"cuda:{index}" for index in range(GPUS)]
 
 pytestmark = pytest.mark.gpu
+not_shared = pytest.mark.skipif(
+    os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0", reason="NCCL is told to share GPUs"
+)
 
 
 @pytest.fixture
@@ -238,6 +242,7 @@ def test_values_on_a_gpu_arrive_on_the_cpu(kernel):
     assert kernel.value("torch.cuda.is_initialized()") is False
 
 
+@not_shared
 def test_more_nccl_ranks_than_gpus_are_refused_with_the_two_ways_out(kernel):
     error = kernel.fails(f"%%distributed -n {GPUS + 1} --backend nccl\nrank")
     assert error.ename == "OptionError"
@@ -254,6 +259,7 @@ def test_both_ways_out_work(kernel):
     assert kernel.value("res.values") == DEVICES
 
 
+@not_shared
 def test_more_ranks_than_gpus_without_a_backend_run_on_the_cpu(kernel):
     kernel.ok(f"%%distributed -n {GPUS + 1} --out res\nstr(device)")
     assert kernel.value("res.values") == ["cpu"] * (GPUS + 1)

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from nblaunch._devices import nccl_version
 from nblaunch.checks import gpu as checks
 from nblaunch.checks import nccl
 from nblaunch.checks.report import Level
@@ -84,7 +85,7 @@ def test_gpus_that_compute_here_have_no_problem(own):
 def test_the_gpus_reduce_together_and_say_how_fast(own):
     found = only(nccl.all_reduce(own))
     assert found.level is Level.OK, found
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    version = ".".join(map(str, nccl_version()))
     if GPUS == 1:
         assert found.summary == f"1 GPU: NCCL {version} works; there is no other GPU to talk to"
     else:

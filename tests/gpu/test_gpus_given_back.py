@@ -85,10 +85,11 @@ def test_nobody_but_the_ranks_of_a_run_initialises_cuda(standing_by, simulated):
     assert second <= initialised(simulated / "log")
 
 
-def test_ranks_that_are_ready_and_all_that_is_idle_hold_no_gpu_memory(standing_by):
+def test_ranks_that_are_ready_and_all_that_is_idle_hold_no_gpu_memory(standing_by, eventually):
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     kernel, idle = standing_by
-    filled(kernel)
+    for rank in filled(kernel):
+        eventually(lambda each=rank: not psutil.pid_exists(each), "the rank has ended")
     waiting = idle()
     gpus = GpuMeter(SeenGpus({}))
     held = {pid: gpus.of(pid, "").memory for pid in waiting}

@@ -17,7 +17,9 @@ def log_while_the_gpu_is_busy():
     import torch
 
     device = torch.device("cuda", torch.cuda.current_device())
-    nblaunch.log(warm=torch.zeros((), device=device))
+    # Each kernel once: CUDA loads it at its first launch, and may wait for the GPU then.
+    warm = torch.full((), 1.5, device=device, requires_grad=True) * 2
+    nblaunch.log(warm=warm + 1, half=warm.to(torch.bfloat16))
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # cycles
     loss = torch.full((), 1.5, device=device, requires_grad=True) * 2

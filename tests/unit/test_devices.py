@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import types
 
@@ -290,3 +291,17 @@ def test_torch_is_asked_for_the_cpus_near_a_gpu_by_its_own_names(monkeypatch, cp
     )
     monkeypatch.setattr(_devices, "_binding", lambda: binding)
     assert _devices.cpus_near(3, "node") == {3, len("node")}
+
+
+def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(monkeypatch):
+    def tell(number):
+        number._obj.value = 23007
+
+    loaded = types.SimpleNamespace(ncclGetVersion=tell)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: loaded)  # noqa: ARG005 - as ctypes has them
+    assert _devices.nccl_version() == (2, 30, 7)
+
+
+def test_where_nccl_is_a_part_of_torch_it_is_torch_that_tells_its_version(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    assert _devices.nccl_version() == (2, 27, 3)

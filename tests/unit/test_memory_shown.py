@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -214,3 +215,17 @@ def test_a_container_that_contains_itself_ends():
     nested: list[object] = [torch.zeros(2_000_000)]
     nested.append(nested)
     assert found(nested=nested)["nested[0]"].size == 8_000_000
+
+
+@pytest.mark.full
+def test_a_fake_tensor_holds_nothing_and_is_not_warned_of(monkeypatch, tmp_path):
+    # Importing the compiler sets it.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.zeros(10_000_000)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert largest([("here", {"fake": fake})], device="cpu") == ()
+    assert told == []
