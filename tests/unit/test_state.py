@@ -12,6 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nblaunch.diagnose.failures import blame, blames_a_peer, explain
+from nblaunch.group.ending import Ending
+from nblaunch.group.lifecycle import GroupState, JobState, _Step
 from nblaunch.protocol.messages import (
     Aborted,
     Arrived,
@@ -749,3 +751,16 @@ def test_what_a_full_disk_did_not_take_is_one_warning_that_names_the_ranks():
     assert state.warnings == (f"{where}: 5 bytes of rank 0, 1,200 bytes of rank 2 were dropped",)
     ended = advance(state, RETURNED)
     assert advance(ended, Unwritten(rank=0, size=9)) is ended, "what it prints then is not the job's"
+
+
+@given(HISTORIES, MESSAGES)
+def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
+    before = folded(messages)[-1]
+    job = JobState(before, ending=Ending.of(timeout=None, hang_after=1.0, began=0.0))
+    machine = _Step(GroupState(kept=False, members=before, job=job), now=5.0)
+    machine.fold_run(message)
+    silent = machine.state.job.ending.hang.silent_since == 0.0
+    if isinstance(message, Measured | EngineSaid | NodesJoined):
+        assert silent
+    elif advance(before, message) != before:
+        assert not silent
