@@ -1,7 +1,7 @@
 """The worker group: N ranks under one agent, from the first fork to the last exit. It knows no client.
 
-    a job's thread             hub thread                   agent thread            each rank
-      Ending.run                 Hub: ROUTER socket, ipc      RankAgent               control thread: DEALER
+    any thread                 hub thread                   agent thread            each rank
+                                 Hub: ROUTER socket, ipc      RankAgent               control thread: DEALER
         interrupt, where ─call─> WorkerGroup: events      <── attempt, exits, end
         reads job.state  <──────   step() -> actions      ──> release, restart, stop
                                    receives, sends <───────────── messages ─────────> main thread: the job
@@ -9,8 +9,8 @@
 Messages, reports of the agent, requests of other threads (`hub.call`) and the clock (`tick`) become events,
 on the hub thread, one after the other. `lifecycle.step(state, event, now)` decides, without I/O; the group
 performs the actions. States are frozen, so any thread may read them. A run's group has one job, a session's
-has many. The hub thread serves the clients, too; a job has a thread of its own only once it takes longer than
-0.1 s or is interrupted.
+has many. The hub thread serves the clients, too. A thread of its own measures a job that takes longer than
+0.1 s, and one reads the stacks of ranks that do not answer.
 
 A job, from a cell to its value, across client, runtime and rank:
     place     options -> placement, environment           client > runtime   OpenRanks: before any rank starts
@@ -24,6 +24,7 @@ A job, from a cell to its value, across client, runtime and rank:
     collect   values unpickled, failures explained        client             the result, then the error
 
 An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
+    ReportWhere to all, for 0.3 s at most: the error says where the ranks were
     Interrupt to every rank at work -> InterruptSeen: its grace period begins; C code is waited for
     from 0.25 s on, repeatedly: ReportWhere; a rank that waits for one that does not come: FreeCollective
       (gloo's connections are shut; NCCL is aborted on all ranks, unless a step is under way)
@@ -45,14 +46,15 @@ Invariants:
 Modules, each after those that it imports:
 
     hub         the socket and its thread
-    stacks      asks ranks where they are; faulthandler for those that do not answer
+    stacks      the stacks of ranks that do not answer, or have died
     usage       CPU, memory and GPU of ranks, measured on a thread
-    job         one job: its state, values and log files
     fitness     whether a group is fit for another job: evidence before health
     recovery    interrupts, and making ranks fit for another job: two pure machines
+    locating    where the ranks are: asked, read from outside, and asked again; a pure machine
+    ending      a job that does not end by itself: interrupts, timeout, hang; its limits, and how far it is
     lifecycle   `step`: every decision on jobs and ranks, stage by stage
+    job         one job: its state, values and log files
     group       `WorkerGroup`: makes events, performs actions
-    ending      a job that does not end by itself: interrupt, timeout, hang
     standby     the group that is ready before it is needed
     runtime     `LocalRuntime`: hub, fork server, directory, groups
 """

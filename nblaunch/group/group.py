@@ -29,7 +29,7 @@ from nblaunch._errors import RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.diagnose import failures
+from nblaunch.diagnose import failures, hang
 from nblaunch.elastic.agent import AgentThread
 from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentSettings, Worker
@@ -38,7 +38,7 @@ from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job, RankLogs
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Publish, Trigger, step
 from nblaunch.group.recovery import Send
-from nblaunch.group.stacks import ExitReasons, StackRequest
+from nblaunch.group.stacks import ExitReasons, stacks_of_silent
 from nblaunch.group.usage import SeenGpus, alive
 from nblaunch.protocol.client import Event, RankLogFiles
 from nblaunch.protocol.messages import (
@@ -58,19 +58,18 @@ from nblaunch.protocol.messages import (
     Printed,
     Profiled,
     Raised,
-    ReportWhere,
     Returned,
     ToRank,
     Usage,
-    Waiting,
-    Where,
     encode,
 )
-from nblaunch.protocol.reports import HangReport, LocatedAll
+from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import Message, RunState
 
 _ANSWER_SECONDS = 1.0
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
+# How long a look takes besides the answers: stacks are read, and a deadlock has the time to end.
+_LOOK_SECONDS = 10.0
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 # An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
@@ -212,7 +211,9 @@ class WorkerGroup:
         self._logs = RankLogs(settings.log_dir if settings.private_logs else None)
         self._raw: tuple[FromRank, bytes] | None = None
         """The message that is being fed, and the bytes that its rank has sent."""
-        self._stack_requests: list[StackRequest] = []
+        self._looks_asked = 0
+        self._who_looks: dict[int, Callable[[HangReport], None]] = {}
+        """Who has asked where the ranks are, by the number of the look."""
         self._error: BaseException | None = None
         self._may_end = threading.Event()
         """Set once no rank is inside NCCL any more."""
@@ -281,11 +282,6 @@ class WorkerGroup:
         """The last measurement of ranks on other machines."""
         return dict(self._usages)
 
-    @property
-    def waited_for(self) -> Mapping[int, float]:
-        """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
-        return self._life.interruption.waited_for
-
     # --- on the caller's thread -----------------------------------------------------------------
 
     def start(self) -> None:
@@ -304,7 +300,11 @@ class WorkerGroup:
                 self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace))
                 return
             job.logs = self._logs.begin_job(self.attempt)
-            self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace, job.state, job.internal))
+            self._feed(
+                lifecycle.JobGiven(
+                    prepare, self.settings.options.grace, job.state, job.known.internal, job.known.ending
+                )
+            )
 
         self._hub.call(given)
 
@@ -313,47 +313,43 @@ class WorkerGroup:
         self._hub.call(functools.partial(self._feed, event))
 
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
-        """Ask every rank where it is; wait at most `seconds` for the answers.
+        """Ask every rank where it is; wait at most `seconds` for the answers, and read the stacks of others.
 
-        Then ask the nodes about ranks that gave none, and wait one second more. Ranks that seem to wait for
-        each other are asked once more.
+        Ranks that seem to wait for each other are asked once more.
         """
-        state = self._life.at_work
-        request = self._asked(
-            (rank.rank for rank in state.ranks.values() if rank.node and not rank.state.final), seconds
-        )
-        report = self._report(request)
-        if report.deadlocks:
-            # No two ranks answer at the same time: in between, each may have sent what the other awaits.
-            # What `isend` and `irecv` have begun is not in gloo's recorder at all.
-            circles = {rank for circle in report.deadlocks for rank in circle}
-            time.sleep(request.settled_after(circles))
-            request.keep_same_waits(self._asked(circles, seconds))
-            report = self._report(request)
-        return report
+        found: list[HangReport] = []
+        looked = threading.Event()
 
-    def _asked(self, ranks: Iterable[int], seconds: float) -> StackRequest:
-        request = StackRequest(ranks)
+        def take(report: HangReport) -> None:
+            found.append(report)
+            looked.set()
 
         def ask() -> None:
-            self._stack_requests.append(request)
-            for rank in list(request.missing):
-                self._send(rank, ReportWhere())
-
-        def ask_nodes() -> None:
-            away = frozenset(request.missing & self._life.remote - self._life.exited)
-            request.expect_dumps(away)
-            if away and self._peers is not None:
-                self._peers.dump_stacks(away)
+            self._looks_asked += 1
+            self._who_looks[self._looks_asked] = take
+            self._feed(lifecycle.LocateRanks(self._looks_asked, seconds))
 
         self._hub.call(ask)
-        if not request.complete.wait(seconds) and self._peers is not None:
-            self._hub.call(ask_nodes)
-            request.all_dumped.wait(_ANSWER_SECONDS)
-        return request
+        looked.wait(2 * seconds + _LOOK_SECONDS)
+        # The hub may have ended.
+        return found[0] if found else hang.report({})
 
-    def _report(self, request: StackRequest) -> HangReport:
-        return request.report(self.here(self._life.at_work), str(self._directory), self._titles)
+    def _read_stacks(self, ranks: frozenset[int]) -> None:
+        """Have nodes read the stacks of their ranks, and a thread those of this machine: it may block."""
+        away = frozenset(ranks & self._life.remote)
+        if away and self._peers is not None:
+            self._peers.dump_stacks(away)
+        known = self.state.ranks
+        pids = {rank: pid for rank in ranks - away if (pid := known[rank].pid) is not None}
+        directory, titles = str(self._directory), self._titles
+
+        def read() -> None:
+            self.post(lifecycle.StacksRead(stacks_of_silent(pids, directory, titles)))
+
+        try:
+            threading.Thread(target=read, name="nblaunch-stacks", daemon=True).start()
+        except RuntimeError:  # the system refuses one
+            self._feed(lifecycle.StacksRead(dict.fromkeys(pids, "")))
 
     @property
     def _titles(self) -> dict[str, str]:
@@ -393,37 +389,18 @@ class WorkerGroup:
             self._hub.run(lambda: self._measure_peers(1), seconds)
             deadline = time.monotonic() + seconds
             while not away <= self._usages.keys() and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
             self._hub.call(lambda: self._measure_peers(-1))
         return found | {rank: used.memory for rank, used in dict(self._usages).items() if rank in away}
 
-    def looked_at(self, report: HangReport) -> None:
-        """Keep a report of where the ranks are with the state of the job."""
-        job, located = self.job, LocatedAll(report=report)
-
-        def keep() -> None:
-            if job is not None and (job is not self.job or job.ended.is_set()):
-                job.fold(located)
-            else:
-                self._feed(lifecycle.Observed(located))
-
-        self._hub.run(keep, _ANSWER_SECONDS)
-
-    def waits_for(self, ranks: Mapping[int, str]) -> None:
-        """Show where each of these ranks is, which the job waits for."""
-        self.post(lifecycle.Observed(Waiting(ranks=dict(ranks))))
-
     def answer(self, rank: int, answer: Answer) -> None:
         """Send a rank what the user has typed."""
-        self._hub.call(lambda: self._send(rank, answer))
+        self.post(lifecycle.Replied(rank, answer))
 
-    def interrupt(self, job: Job) -> None:
-        """Interrupt a job; one that these ranks have not been given yet ends at once."""
-        self._hub.call(lambda: self._feed(Trigger.INTERRUPT) if job is self.job else self._end(job))
-
-    def give_up(self, job: Job) -> None:
-        """End a job that these ranks have not been given."""
-        self._hub.call(lambda: self._end(job) if job is not self.job else None)
+    def interrupt(self, job: Job, *, sparing: bool = False) -> None:
+        """Interrupt a job; the second time its ranks are ended, unless `sparing` them. From any thread."""
+        trigger = Trigger.INTERRUPT_SPARING if sparing else Trigger.INTERRUPT
+        self._hub.call(lambda: self._feed(trigger) if job is self.job else None)
 
     def logs_so_far(self, job: Job) -> dict[int, tuple[RankLogFiles, ...]]:
         """Return the log files of a job as far as its state has what is in them; on the hub's thread."""
@@ -432,10 +409,6 @@ class WorkerGroup:
     def free_logs(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
         """Give back the room of logs that are older than those of the oldest job; on the hub's thread."""
         self._logs.free_before(oldest)
-
-    def end_job(self, job: Job) -> None:
-        """End a job as it is now, whatever its ranks do."""
-        self._hub.call(lambda: self._end(job))
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
@@ -600,8 +573,7 @@ class WorkerGroup:
 
     def dumped(self, rank: int, text: str) -> None:
         """Take the stack that a node dumped for a rank that does not answer."""
-        for request in self._stack_requests:
-            request.dumped(rank, text)
+        self._feed(lifecycle.StacksRead({rank: text}))
 
     def _measure_peers(self, more: int) -> None:
         before, self._measuring = self._measuring, self._measuring + more
@@ -636,12 +608,7 @@ class WorkerGroup:
                 if self.listener is not None:
                     self.listener.names_changed(message)
             case Asked() if self.job is not None:
-                self.job.questions.append(message)
                 self.job.asked(message)
-            case Where():
-                for request in self._stack_requests:
-                    request.answer(message)
-                self._stack_requests = [each for each in self._stack_requests if not each.complete.is_set()]
             case Returned() | Profiled():
                 taken = self._taken(message)
                 if taken is None:
@@ -785,7 +752,7 @@ class WorkerGroup:
         self.attempt = self._life.attempt
         job, known = self.job, self._life.job
         if job is not None and known is not None and not job.ended.is_set():
-            job.state, job.interrupted = known.run, known.interrupted
+            job.known = known
         for action in actions:
             # `close`, on another thread, drops `self.job` as soon as the group is closed.
             if not isinstance(action, Publish):
@@ -802,6 +769,10 @@ class WorkerGroup:
                 stderr = self._logs.stderr_of(exited.rank)
                 explained = self._exit_reasons.explained(exited, self._titles, stderr)
                 self._feed(lifecycle.ExitExplained(explained))
+            case lifecycle.ReadStacks(ranks):
+                self._read_stacks(ranks)
+            case lifecycle.RanksLocated(number, report):
+                self._who_looks.pop(number)(report)
             case lifecycle.ReleaseWorkers(succeeded, others):
                 self._agent.release(succeeded=succeeded, others=others)
                 if self._followers is not None:
@@ -812,15 +783,8 @@ class WorkerGroup:
                 self._send(rank, job.dispatch_to(rank))
             case lifecycle.Warn(text) if job is not None:
                 job.late.append(text)
-            case Order.FINISH_JOB if job is not None:
-                job.launch_failure = self._life.launch_failure
-                self._end(job)
-            case Order.KEEP_PAYLOAD if job is not None:
-                job.whole()
-            case Order.FORGET_VALUES if job is not None:
-                job.release_values()
             case Order():
-                self._give_order(action)
+                self._give_order(action, job)
             case _:
                 pass
 
@@ -828,9 +792,16 @@ class WorkerGroup:
         """Return the bytes that a rank has sent, if the message is still that one."""
         return self._raw[1] if self._raw is not None and self._raw[0] is message else encode(message)
 
-    def _give_order(self, order: Order) -> None:
-        """Have the agent do something, and the peers follow."""
+    def _give_order(self, order: Order, job: Job | None) -> None:
+        """Have the agent do something, and the peers follow, or do it for the job."""
         match order:
+            case Order.FINISH_JOB if job is not None:
+                job.launch_failure = self._life.launch_failure
+                self._end(job)
+            case Order.KEEP_PAYLOAD if job is not None:
+                job.whole()
+            case Order.FORGET_VALUES if job is not None:
+                job.release_values()
             case Order.STOP_AGENT:
                 self._agent.stop()
             case Order.RESTART_AGENT:

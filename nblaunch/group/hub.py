@@ -238,6 +238,7 @@ class Hub:
             select.select([self._waker], [], [], _TICK_SECONDS)
             self._waker.clear()
             self._run_calls()
+            self._tick(time.monotonic())
 
     def _route(self) -> None:
         poller = self._poller
@@ -266,11 +267,8 @@ class Hub:
 
     def _finish_turn(self) -> float:
         due = [math.inf]
-
-        def finish() -> None:
-            due.extend(each() for each in self.after_turn)
-
-        self._guard(finish)
+        for each in self.after_turn:
+            self._guard(functools.partial(_note, due, each))
         return min(due)
 
     # Both not in the loop above: a variable of theirs would keep the last group alive, values and all.
@@ -339,6 +337,10 @@ class Hub:
             action()
         except Exception:  # noqa: BLE001 - the other groups go on
             _log.exception("nblaunch's hub could not do a step; please report this")
+
+
+def _note(due: list[float], hook: Callable[[], float]) -> None:
+    due.append(hook())
 
 
 def _name(identity: bytes) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from nblaunch.capture.shared_memory import HeldPayload
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.logs import LogTail
 from nblaunch.elastic.settings import Worker
+from nblaunch.group.ending import Ending
+from nblaunch.group.lifecycle import JobState
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (
@@ -221,7 +222,7 @@ class RankLogs:
 class Job:
     """A job that has been given to a group, or is about to be."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a job has
         self,
         dispatches: Mapping[int | None, Dispatch],
         state: RunState,
@@ -229,18 +230,19 @@ class Job:
         internal: bool = False,
         output: OutputFilter | None = None,
         directory: Callable[[], Path] = Path,
+        ending: Ending | None = None,
     ) -> None:
         """`state` is the initial run state; the result of an `internal` job is never shown.
 
         `dispatches` are the messages to the ranks; that of None is for all that have none of their own.
-        `directory` names where values are held if not in memory.
+        `directory` names where values are held if not in memory, `ending` what may end it early.
         """
-        self.internal = internal
+        self.known = JobState(state, internal=internal, ending=ending or Ending())
+        """All that its group knows of it: a snapshot."""
         self.output = output or OutputFilter()
         self.dispatch = dispatches[None]
         self._dispatches = dispatches
         self._directory = directory
-        self.state = state
         self._values: dict[tuple[int, str], HeldPayload] = {}
         """What ranks have sent, by rank: values and profiles."""
         self.logs: Mapping[int, Mapping[int, RankLogFiles]] = {}
@@ -249,8 +251,6 @@ class Job:
         self.launch_failure: tuple[str, str] | None = None
         self.late: list[str] = []
         """Warnings since the end of the job."""
-        self.questions: deque[Asked] = deque()
-        """Questions of ranks to the user, the oldest first."""
         self.asked: Callable[[Asked], None] = lambda _: None
         """Called with each question."""
         self.listeners: list[Callable[[Message, bytes], None]] = []
@@ -260,7 +260,11 @@ class Job:
         """Called once the job has ended."""
         self.whole: Callable[[], None] = lambda: None
         """Called when the payload is whole on every rank, before any of them begins."""
-        self.interrupted = False
+
+    @property
+    def state(self) -> RunState:
+        """The state of the run: an immutable snapshot."""
+        return self.known.run
 
     @property
     def titles(self) -> dict[str, str]:
@@ -338,7 +342,7 @@ class Job:
         """Fold a message into a job that no group runs: the machine of its group does that otherwise."""
         after = advance(self.state, message)
         if after is not self.state:
-            self.state = after
+            self.known = replace(self.known, run=after)
             if self.listeners:
                 self.publish(message, encode(message))
 

@@ -1,7 +1,7 @@
 """The life of a worker group, as one pure machine: `step(state, event, now) -> (state, actions)`.
 
-Every decision about a group and its jobs is made here, and in the two machines of `nblaunch.group.recovery`
-that this one holds. `step` takes any event in any state. It reads no clock (`now` is monotonic) and does
+Every decision about a group and its jobs is made here, and in the parts that this machine holds: `recovery`,
+`locating`, `ending`. `step` takes any event in any state. It reads no clock (`now` is monotonic) and does
 nothing itself: `nblaunch.group.group` feeds it events and performs its actions.
 
 A group of one run is fresh: it ends with its job, and torchelastic may start it again. A kept group (a
@@ -35,6 +35,11 @@ that do not come back are replaced.
                  (kept ranks go on if they can: STARTING, from READY, with other numbers, then RECOVERING)
     CLOSED       the agent has ended             -
 
+At the user's interrupt, and at the timeout, the ranks are first asked where they are, for the error. Then the
+interruption begins; fresh ranks that have timed out are ended. At the end of the grace period of fresh ranks,
+and at the user's second interrupt, the ranks are waited for no longer. A job that ends while its ranks are
+asked was interrupted all the same.
+
 At a `Preemption` the ranks save. The running job is interrupted, waits until all ranks have saved, and then
 ends as an interrupted job does. A fresh group ends with it, without a restart.
 
@@ -52,12 +57,25 @@ import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose import hang
+from nblaunch.group.ending import (
+    ANSWER_SECONDS,
+    ASK_SECONDS,
+    END_SECONDS,
+    NEVER,
+    Ending,
+    LateRanks,
+    Why,
+    overdue,
+)
 from nblaunch.group.fitness import Tallies, uneven
+from nblaunch.group.locating import Locating
 from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
+    Answer,
     Arrived,
+    Asked,
     AttemptStarted,
     Displayed,
     EngineSaid,
@@ -93,7 +111,7 @@ from nblaunch.protocol.messages import (
     Where,
 )
 from nblaunch.protocol.ranks import RankSet
-from nblaunch.protocol.reports import LocatedAll, format_ranks
+from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
 from nblaunch.protocol.state import Message, RankState, RunState, State, advance
 
 _LIMITS = {Phase.CONNECT: 60.0, Phase.PROCESS_GROUP: 120.0}
@@ -118,7 +136,6 @@ STEPPED = (
     "that were not summed: its parameters and its state are wrong. Load a checkpoint, or make these anew: "
 )
 RESTARTED = "the ranks were started anew: all of their variables are gone"
-_NEVER = float("inf")
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (Hello, Entered, AttemptStarted)
 _SETTLES_NOTHING = (
@@ -132,6 +149,8 @@ _SETTLES_NOTHING = (
     EngineSaid,
     NodesJoined,
 )
+# Messages after which a run has been silent for as long as before.
+_UNHEARD = (Measured, EngineSaid, NodesJoined)
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -160,8 +179,11 @@ class JobState(msgspec.Struct, frozen=True):
     dispatched: bool = False
     arrived: RankSet = RankSet()
     """Ranks on which all of the payload has arrived."""
+    ending: Ending = Ending()
     interrupted: bool = False
-    """Whether the user has interrupted it."""
+    """Whether its ranks have been interrupted: by the user, or kept ones after the timeout."""
+    questions: tuple[Asked, ...] = ()
+    """Questions of its ranks to the user, the oldest first."""
     settle_at: float | None = None
     settled: bool = False
     """Whether every rank has an outcome, or has had the time to report one."""
@@ -216,7 +238,7 @@ class GroupState(msgspec.Struct, frozen=True):
     """Exits not folded yet: until then (monotonic), the rank's last messages may still arrive."""
     limited: Phase | None = None
     """The phase of this attempt that was limited last, and the end of it (monotonic) while it lasts."""
-    deadline: float = _NEVER
+    deadline: float = NEVER
     job: JobState | None = None
     interruption: Interruption = Interruption()
     recovery: Recovery = Recovery()
@@ -228,6 +250,8 @@ class GroupState(msgspec.Struct, frozen=True):
     """Ranks that have not released NCCL yet, once they are about to be ended; None before that."""
     saving: RankSet = RankSet()
     """Ranks that were ordered to save, and have not saved yet."""
+    searches: Mapping[int, Locating] = {}
+    """The searches for where ranks are that are under way, by who wants to know."""
     notes: tuple[str, ...] = ()
     """What has happened to the ranks, for the next job with a result that the user sees."""
     launch_failure: tuple[str, str] | None = None
@@ -287,10 +311,11 @@ class GroupState(msgspec.Struct, frozen=True):
         """Whether nothing is due before the next message, report or request."""
         return (
             self.working is None
-            and self.deadline == _NEVER
+            and self.deadline == NEVER
             and not self.recovery.busy
             and not self.interruption.busy
             and not self.unfolded
+            and not self.searches
         )
 
 
@@ -306,9 +331,8 @@ class Trigger(enum.Enum):
     RANKS_ENDING = "the agent is about to end ranks by a signal"
     MEMBERSHIP_CHANGING = "the agent is about to end every rank, and to start others after a rendezvous"
     AGENT_ENDED = "the agent has ended, and so have all ranks"
-    INTERRUPT = "the user interrupts the job"
-    INTERRUPT_IMPORTS = "the user interrupts the job once more, whose ranks end their imports first"
-    INTERRUPT_AGAIN = "the user interrupts the job once more: the rest of the grace period is skipped"
+    INTERRUPT = "the user interrupts the job; the second time its ranks are ended"
+    INTERRUPT_SPARING = "the job is interrupted, however often; its ranks and their variables stay"
     DISMISS = "the ranks of a group without a job may exit"
     FORGET_NOTES = "the user knows of all notes"
 
@@ -358,6 +382,12 @@ class ExitExplained(msgspec.Struct, frozen=True):
     exited: Exited
 
 
+class StacksRead(msgspec.Struct, frozen=True):
+    """The answer to `ReadStacks`, whole or in part."""
+
+    stacks: Mapping[int, str]
+
+
 class RanksStopped(msgspec.Struct, frozen=True):
     """None of these ranks is still at work; None stands for those of this node."""
 
@@ -396,12 +426,20 @@ class Preemption(msgspec.Struct, frozen=True):
 
 
 class JobGiven(msgspec.Struct, frozen=True):
-    """The caller gives the ranks a job, with its grace period; without `run` they only become ready."""
+    """The caller gives the ranks a job, with its limits; without `run` they only become ready."""
 
     prepare: Prepare
     grace: float
     run: RunState | None = None
     internal: bool = False
+    ending: Ending = Ending()
+
+
+class Replied(msgspec.Struct, frozen=True):
+    """The user has answered the question of a rank."""
+
+    rank: int
+    answer: Answer
 
 
 class Noted(msgspec.Struct, frozen=True):
@@ -410,17 +448,25 @@ class Noted(msgspec.Struct, frozen=True):
     text: str
 
 
+class LocateRanks(msgspec.Struct, frozen=True):
+    """Somebody wants to know where the ranks are, which have `seconds` for an answer; see `RanksLocated`."""
+
+    number: int
+    seconds: float
+
+
 class RestartAsked(msgspec.Struct, frozen=True):
     """The ranks of a kept group are to be replaced."""
 
     reason: str
 
 
-FromAgent: TypeAlias = AttemptStarting | WorkersForked | WorkerExited | ExitExplained | RanksStopped
-FromNodes: TypeAlias = NodeLeaving | NodeArrived | PrepareChanged | Preemption
-GroupEvent: TypeAlias = (
-    Received | Observed | FromAgent | FromNodes | JobGiven | Noted | RestartAsked | Trigger
+FromAgent: TypeAlias = (
+    AttemptStarting | WorkersForked | WorkerExited | ExitExplained | RanksStopped | StacksRead
 )
+FromNodes: TypeAlias = NodeLeaving | NodeArrived | PrepareChanged | Preemption
+FromClients: TypeAlias = JobGiven | Replied | Noted | LocateRanks | RestartAsked
+GroupEvent: TypeAlias = Received | Observed | FromAgent | FromNodes | FromClients | Trigger
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -465,6 +511,19 @@ class Explain(msgspec.Struct, frozen=True):
     exited: Exited
 
 
+class ReadStacks(msgspec.Struct, frozen=True):
+    """Read the stacks of ranks that do not answer, without waiting for that; see `StacksRead`."""
+
+    ranks: frozenset[int]
+
+
+class RanksLocated(msgspec.Struct, frozen=True):
+    """Report where the ranks are to the one that has asked."""
+
+    number: int
+    report: HangReport
+
+
 class ReleaseWorkers(msgspec.Struct, frozen=True):
     """Have the agent expect the exits of the ranks, and stop the `others`, which are still at work."""
 
@@ -478,7 +537,18 @@ class CloseGroup(msgspec.Struct, frozen=True):
     succeeded: bool
 
 
-Action: TypeAlias = Publish | Send | SendJob | Warn | Explain | ReleaseWorkers | CloseGroup | Order
+Action: TypeAlias = (
+    Publish
+    | Send
+    | SendJob
+    | Warn
+    | Explain
+    | ReadStacks
+    | RanksLocated
+    | ReleaseWorkers
+    | CloseGroup
+    | Order
+)
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -507,12 +577,10 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
             machine.ranks_stopped(ranks)
         case NodeLeaving() | NodeArrived() | PrepareChanged() | Preemption():
             machine.of_nodes(event)
-        case JobGiven():
-            machine.job_given(event)
-        case Noted(text):
-            machine.note(text)
-        case RestartAsked(reason):
-            machine.replace_ranks(reason)
+        case StacksRead(stacks):
+            machine.stacks_read(stacks)
+        case JobGiven() | Replied() | Noted() | LocateRanks() | RestartAsked():
+            machine.requested(event)
         case _:
             machine.triggered(event)
     machine.regroup_if_idle()
@@ -545,12 +613,25 @@ class _Step:
         if rank not in self.state.exited:
             self.act(Send(rank, message))
 
+    def requested(self, request: FromClients) -> None:
+        match request:
+            case JobGiven():
+                self.job_given(request)
+            case Replied(rank, answer):
+                self.replied(rank, answer)
+            case Noted(text):
+                self.note(text)
+            case LocateRanks(number, seconds):
+                self.locate(number, seconds)
+            case RestartAsked(reason):
+                self.replace_ranks(reason)
+
     def triggered(self, trigger: Trigger) -> None:
         match trigger:
             case Trigger.TICK:
                 self.tick()
             case Trigger.DRAINED:
-                self.fold_exits(_NEVER)
+                self.fold_exits(NEVER)
             case Trigger.HUB_LOST:
                 self.act(Order.STOP_AGENT)
             case Trigger.RANKS_ENDING:
@@ -564,11 +645,8 @@ class _Step:
                 self.finish()
             case Trigger.INTERRUPT:
                 self.interrupt()
-            case Trigger.INTERRUPT_IMPORTS:
-                interruption, sends = self.state.interruption.at_once()
-                self.set(sends, interruption=interruption)
-            case Trigger.INTERRUPT_AGAIN:
-                self.skip_grace()
+            case Trigger.INTERRUPT_SPARING:
+                self.interrupt(sparing=True)
             case Trigger.DISMISS:
                 self.dismiss()
             case Trigger.FORGET_NOTES:
@@ -613,8 +691,8 @@ class _Step:
                 self.connected(message.rank)
             case Entered(phase=Phase.READY):
                 self.set(ready=state.ready.with_rank(message.rank))
-            case Returned() | Raised():
-                self.counted(message)
+            case Returned() | Raised() | Asked():
+                self.of_job(message)
             case Arrived():
                 self.payload_arrived(message.rank)
             case InterruptSeen():
@@ -632,9 +710,22 @@ class _Step:
         self.fold(self.state.interruption.as_stopped(message))
         self.dispatch_when_ready()
 
-    def counted(self, message: Returned | Raised) -> None:
+    def replied(self, rank: int, answer: Answer) -> None:
+        job = self.state.job
+        if job is not None:
+            answered = rank, answer.number
+            self.set_job(
+                questions=tuple(each for each in job.questions if (each.rank, each.number) != answered)
+            )
+        self.send(rank, answer)
+
+    def of_job(self, message: Returned | Raised | Asked) -> None:
         job = self.state.working
-        if job is not None and message.rank in job.run.ranks:
+        if job is None or message.rank not in job.run.ranks:
+            return
+        if isinstance(message, Asked):
+            self.set_job(questions=(*job.questions, message))
+        else:
             left_open = job.open or (isinstance(message, Returned) and message.open)
             self.set_job(open=left_open, called={**job.called, message.rank: message.tallies})
 
@@ -666,7 +757,11 @@ class _Step:
     def located(self, answer: Where) -> None:
         state = self.state
         interruption, sends = state.interruption.answered(answer, state.at_work, self.now)
-        self.set(sends, interruption=interruption, recovery=state.recovery.answered(answer))
+        searches = {why: each.with_answer(answer) for why, each in state.searches.items()}
+        self.set(
+            sends, interruption=interruption, recovery=state.recovery.answered(answer), searches=searches
+        )
+        self.search_on()
         job = state.working
         if job is not None and job.left_open is not None and not job.settled:
             self.set_job(left_open=job.left_open.with_answer(answer))
@@ -698,7 +793,10 @@ class _Step:
         run = advance(job.run, message)
         if run is job.run:
             return False
-        self.set_job(run=run)
+        ending = job.ending
+        if ending.hang.seconds is not None and not isinstance(message, _UNHEARD):
+            ending = replace(ending, hang=ending.hang.heard(self.now))
+        self.set_job(run=run, ending=ending)
         self.folded.append(Publish(message))
         return True
 
@@ -719,6 +817,52 @@ class _Step:
         elif job is not None and job.run.failed and job.settle_at is None:
             self.set_job(settle_at=self.now + _SETTLE_SECONDS)
 
+    # --- where the ranks are ---------------------------------------------------------------------
+
+    def locate(self, why: int, seconds: float, ranks: Collection[int] | None = None) -> None:
+        """Ask ranks that are at work where they are, None for all."""
+        state = self.state
+        known = () if state.closed else state.at_work.ranks.values()
+        at_work = (rank.rank for rank in known if rank.node and not rank.state.final)
+        asked = (rank for rank in at_work if ranks is None or rank in ranks)
+        search, sends = Locating.of(asked, seconds, self.now)
+        self.set(sends, searches={**state.searches, why: search})
+        self.search_on()
+
+    def stacks_read(self, stacks: Mapping[int, str]) -> None:
+        self.set(searches={why: each.with_stacks(stacks) for why, each in self.state.searches.items()})
+        self.search_on()
+
+    def search_on(self) -> None:
+        """Go on with searches of which a stage is over."""
+        remote = self.state.remote - self.state.exited
+        for why in tuple(self.state.searches):
+            search = self.state.searches.get(why)  # what comes of one may begin or end others
+            while search is not None and search.over(remote, self.now):
+                after, sends = search.go_on(self.state.at_work, remote, self.now)
+                if isinstance(after, HangReport):
+                    self.located_all(why, after, search.began)
+                    break
+                self.set(sends, searches={**self.state.searches, why: after})
+                if after.silent != search.silent:
+                    self.act(ReadStacks(after.silent))
+                search = after
+
+    def located_all(self, why: int, report: HangReport, asked: float) -> None:
+        self.set(searches={other: each for other, each in self.state.searches.items() if other != why})
+        job = self.state.working
+        if job is None or why >= 0:
+            self.act(RanksLocated(why, report))
+        elif why == Why.HANG:
+            self.look_for_hang(job, report, asked)
+        elif why == Why.LATE:
+            self.show_late(job, report, asked)
+        elif why == Why.IMPORTS:
+            self.break_off_imports(job, report)
+        else:
+            self.keep_where(job, report)
+            self.tell_ranks()
+
     # --- an attempt begins -----------------------------------------------------------------------
 
     def attempt_starting(self, message: AttemptStarted, kept: Mapping[int, int] | None) -> None:
@@ -738,7 +882,7 @@ class _Step:
             regrouping=False,
             unfolded={},
             limited=None,
-            deadline=_NEVER,
+            deadline=NEVER,
             recovery=self.state.recovery.abandoned(),
             replacing=False,
             changing=False,
@@ -753,7 +897,9 @@ class _Step:
         if self.state.kept and gone:
             self.finish()
         elif job is not None:
-            self.set(job=JobState(job.run, internal=job.internal, interrupted=job.interrupted))
+            self.set(
+                job=JobState(job.run, internal=job.internal, ending=job.ending, interrupted=job.interrupted)
+            )
             self.act(Order.FORGET_VALUES)
         self.fold(message)
 
@@ -779,11 +925,11 @@ class _Step:
             return
         if state.adopted:
             # New ranks have prepared before they form the group with the others.
-            self.set(deadline=_NEVER)
+            self.set(deadline=NEVER)
             self.begin_recovery(cut=True)
         elif state.prepare is None:
             # Standby: every rank is connected and idle, so no deadline applies.
-            self.set(deadline=_NEVER)
+            self.set(deadline=NEVER)
         elif state.limited is not Phase.PROCESS_GROUP:
             self.limit(Phase.PROCESS_GROUP)
 
@@ -796,11 +942,11 @@ class _Step:
         late = format_ranks(state.members.ranks.keys() - reached)
         what = f"phase '{phase}' did not finish in {_LIMITS[phase]:.0f} s"
         if state.adopted:
-            self.set(deadline=_NEVER)
+            self.set(deadline=NEVER)
             self.replace_ranks(what)
             return
         self.set(
-            deadline=_NEVER,
+            deadline=NEVER,
             launch_failure=(phase.value, f"{what}: {late} did not come that far"),
         )
         self.act(Order.STOP_AGENT)
@@ -825,9 +971,10 @@ class _Step:
                     self.send(rank.rank, event.prepare)
             self.limit_process_group()
         run = event.run
-        self.set(grace=event.grace, job=None if run is None else JobState(run, internal=event.internal))
+        self.set(grace=event.grace, job=None)
         if run is None:
             return
+        self.set(job=JobState(run, internal=event.internal, ending=event.ending))
         self.set(interruption=state.interruption.fresh())
         if state.closed:
             self.finish()
@@ -847,8 +994,8 @@ class _Step:
         state, job = self.state, self.state.working
         if not state.all_ready or len(state.forked) < state.members.world_size:
             return
-        if state.deadline != _NEVER:
-            self.set(deadline=_NEVER)
+        if state.deadline != NEVER:
+            self.set(deadline=NEVER)
         if job is None or job.dispatched or job.settled or state.interruption.begun:
             return
         if state.recovery.busy or state.lost or state.regrouping:
@@ -883,6 +1030,8 @@ class _Step:
         interruption, sends = state.interruption.tick(state.at_work, self.present(), now)
         self.set(sends, interruption=interruption)
         self.press()
+        self.search_on()
+        self.watch()
         recovery, sends = self.state.recovery.tick(now)
         self.set(sends, recovery=recovery)
         if recovery.takes_long(now):
@@ -968,26 +1117,141 @@ class _Step:
 
     def finish(self) -> None:
         """End the job: its result can be made."""
+        job, remote = self.state.working, self.state.remote - self.state.exited
+        if job is None:
+            return
+        for why in self.state.searches.keys() & {Why.INTERRUPT, Why.TIMEOUT}:
+            # It counts, although the job has ended while its ranks were asked.
+            self.keep_where(job, self.state.searches[why].report(job.run, remote))
+        self.set_job(ended=True, settle_at=None)
+        others = {why: each for why, each in self.state.searches.items() if why >= 0}
+        self.set(interruption=self.state.interruption.over(), searches=others)
+        self.act(Order.FINISH_JOB)
+
+    # --- a job that does not end by itself -------------------------------------------------------
+
+    def set_ending(self, **changes: Any) -> None:
+        job = self.state.job
+        if job is not None:
+            self.set_job(ending=replace(job.ending, **changes))
+
+    def watch(self) -> None:
+        """Do what is due for a job that takes a while."""
+        job, now = self.state.working, self.now
+        if job is None:
+            return
+        # Time spent in a prompt or in an engine's queue counts for no limit.
+        ending, pauses = job.ending, bool(job.questions) or job.run.awaits_nodes
+        if pauses or ending.paused_at is not None:
+            ending = ending.paused(now, goes_on=pauses)
+            self.set_job(ending=ending)
+        if now >= ending.give_up_at:
+            self.finish()
+        elif now >= ending.skip_at:
+            self.skip_grace()
+        elif not ending.begun and now >= ending.deadline:
+            self.set_ending(begun=True, timed_out=True)
+            self.locate(Why.TIMEOUT, ANSWER_SECONDS)
+        elif not ending.begun and ending.hang.due(now) and Why.HANG not in self.state.searches:
+            self.locate(Why.HANG, ANSWER_SECONDS)
         if self.state.working is not None:
-            self.set_job(ended=True, settle_at=None)
-            self.set(interruption=self.state.interruption.over())
-            self.act(Order.FINISH_JOB)
+            self.look_for_late(self.state.working)
 
-    # --- interrupts, recovery, replacement -------------------------------------------------------
+    def look_for_hang(self, job: JobState, report: HangReport, asked: float) -> None:
+        hang_watch, hangs = job.ending.hang.hangs(report, asked)
+        self.set_ending(hang=hang_watch)
+        if hangs:
+            self.fold(LocatedAll(report=report))
+            self.fold(Noticed(text=f"nothing heard for {hang_watch.seconds:g} s\n{report}"))
 
-    def interrupt(self) -> None:
+    def look_for_late(self, job: JobState) -> None:
+        """Find out where interrupted ranks are that do not end, unless that was done a moment ago."""
+        state, shown = self.state, job.ending.late
+        # Fresh ranks have the grace period, and no longer.
+        waits = not state.replacing and (state.kept or not job.ending.begun)
+        if not waits or self.now < shown.look_at or Why.LATE in state.searches:
+            return
+        late = overdue(state.interruption.waited_for, self.now)
+        if late or shown.ranks:
+            self.locate(Why.LATE, ASK_SECONDS, late)
+
+    def show_late(self, job: JobState, report: HangReport, asked: float) -> None:
+        state = self.state
+        late = LateRanks.of(state.interruption.waited_for, report, asked, self.now)
+        self.set_ending(late=late)
+        self.fold(Waiting(ranks=dict(late.ranks)))
+        stopped = [rank for rank, seconds in late.stopped.items() if seconds > state.grace]
+        if job.ending.timed_out and stopped and not state.replacing:
+            # There may be nobody to continue it, and it is not in the middle of anything.
+            self.replace_ranks(f"{format_ranks(stopped)} could not be interrupted: stopped by SIGSTOP")
+
+    def interrupt(self, *, sparing: bool = False) -> None:
+        """Interrupt the job for the user, or `sparing` its ranks whatever came before."""
         job = self.state.working
         if job is None:
             return
+        interrupts = job.ending.interrupts + (not sparing)
+        self.set_ending(interrupts=interrupts)
+        if not job.ending.begun:
+            self.set_ending(begun=True, noticed=len(job.run.notices))
+            self.locate(Why.INTERRUPT, ASK_SECONDS)
+        elif job.ending.told:
+            if not sparing and (interrupts > 1 or job.ending.timed_out):
+                self.interrupt_again()
+            else:
+                self.begin_interruption()
+
+    def keep_where(self, job: JobState, report: HangReport) -> None:
+        """Keep where the ranks were that are about to be told to end, or have just ended."""
+        if job.run.awaits_nodes:
+            self.set_ending(where=job.run.where)
+        else:
+            self.set_ending(where=report.summary or job.run.where, findings=report.findings)
+            self.fold_run(LocatedAll(report=report))
+
+    def tell_ranks(self) -> None:
+        """Have the ranks end the job, which the user has interrupted, or which has timed out."""
+        job, kept, stops = self.state.working, self.state.kept, self.now + self.state.grace
+        if job is None:
+            return
+        timed_out = job.ending.timed_out
+        if timed_out and not kept:
+            self.set_ending(told=True, give_up_at=stops + END_SECONDS)
+            self.act(Order.STOP_AGENT)
+            return
+        self.set_ending(told=True, skip_at=NEVER if kept else stops)
         self.set_job(interrupted=True)
         self.begin_interruption()
-        if job.dispatched and not job.settled:
+        if not job.dispatched or job.settled:
+            if kept:
+                self.finish()
+            else:
+                # Nothing of the user's runs yet, or only what a rank that has failed does at its end.
+                self.act(Order.STOP_AGENT)
+        if job.ending.interrupts > 1 and not timed_out:
+            self.interrupt_again()  # it came while the ranks were asked
+
+    def interrupt_again(self) -> None:
+        """Break off imports of kept ranks, which costs no variable; else wait no longer."""
+        job, kept = self.state.working, self.state.kept
+        if job is None or (kept and job.ending.skipped) or Why.IMPORTS in self.state.searches:
             return
-        if self.state.kept:
-            self.finish()
-        else:
-            # Nothing of the user's runs yet, or only what a rank that has failed does at its end.
-            self.act(Order.STOP_AGENT)
+        if kept and not (job.ending.timed_out or job.ending.broken_off):
+            self.locate(Why.IMPORTS, ASK_SECONDS, self.state.interruption.waited_for)
+        elif kept or not job.ending.timed_out:
+            self.skip_grace()
+
+    def break_off_imports(self, job: JobState, report: HangReport) -> None:
+        late = self.state.interruption.waited_for.keys()
+        importing = {rank for group in report.groups if group.importing for rank in group.ranks}
+        if not late or not late <= importing or job.ending.interrupts > 2:  # noqa: PLR2004 - a third came
+            self.skip_grace()
+            return
+        interruption, sends = self.state.interruption.at_once()
+        self.set(sends, interruption=interruption)
+        self.set_ending(broken_off=True)
+
+    # --- interrupts, recovery, replacement -------------------------------------------------------
 
     def preempt(self, event: Preemption) -> None:
         """Have all ranks save; the running job ends for that."""
@@ -1028,6 +1292,13 @@ class _Step:
         self.set(sends, interruption=interruption)
 
     def skip_grace(self) -> None:
+        """Wait for the ranks of the job no longer."""
+        job, state = self.state.working, self.state
+        if job is None:
+            return
+        lost = format_ranks(state.members.ranks) if state.kept else ""
+        give_up_at = self.now + state.grace + END_SECONDS
+        self.set_ending(skipped=True, skip_at=NEVER, give_up_at=give_up_at, lost=lost)
         self.act(Order.SKIP_GRACE)
         waited_for = self.state.interruption.waited_for
         if not self.state.kept:
@@ -1212,7 +1483,7 @@ class _Step:
         )
 
     def change_membership(self) -> None:
-        self.set(changing=True, deadline=_NEVER)
+        self.set(changing=True, deadline=NEVER)
         self.set_job(settle_at=None)
 
 

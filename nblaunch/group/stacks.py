@@ -1,12 +1,11 @@
-"""The stacks of ranks: on request, and when they die."""
+"""The stacks of ranks that do not answer, or have died, read from outside."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,118 +13,22 @@ import psutil
 
 from nblaunch._cgroups import oom_kills
 from nblaunch._results import read_text
-from nblaunch.diagnose import hang
 from nblaunch.diagnose.failures import explain_exit
 from nblaunch.elastic.logs import read_end
-from nblaunch.protocol.messages import DUMP_SIGNAL, Exited, Phase, Where, dump_path, fatal_path
-from nblaunch.protocol.reports import HangReport, readable_main_stack
-from nblaunch.protocol.state import RunState, State, hosts_of
+from nblaunch.protocol.messages import DUMP_SIGNAL, Exited, dump_path, fatal_path
+from nblaunch.protocol.reports import readable_main_stack
 
 _DUMP_SECONDS = 0.5
-# A busy machine may leave a transfer alone for as long as that.
-_SETTLED_SECONDS, _SETTLED_LATE_SECONDS = 0.5, 1.2
-_SETTLED_SOON = {"gloo", "store", "nccl"}
 _STOPPED = "its process is stopped (SIGSTOP); kill -CONT would let it go on"
-_NODE_SILENT = "  its node has not answered either"
 # NCCL's watchdog writes some 10 KB when it ends a process.
 _STDERR_BYTES = 200_000
-
-
-class StackRequest:
-    """One round of answers; made on any thread, answered on the hub's."""
-
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.asked = frozenset(ranks)
-        self.missing = set(self.asked)
-        self.answers: dict[int, Where] = {}
-        self.complete = threading.Event()
-        self.dumps: dict[int, str] = {}
-        """For ranks on other machines that gave no answer: the stacks that their nodes dumped."""
-        self.all_dumped = threading.Event()
-        self._undumped: set[int] = set()
-        if not self.missing:
-            self.complete.set()
-
-    def answer(self, where: Where) -> None:
-        """Take one rank's answer."""
-        self.answers[where.rank] = where
-        self.missing.discard(where.rank)
-        if not self.missing:
-            self.complete.set()
-
-    def expect_dumps(self, ranks: Iterable[int]) -> None:
-        """Wait for the stacks that the nodes of these ranks dump."""
-        self._undumped = set(ranks)
-        self.dumps = dict.fromkeys(self._undumped, _NODE_SILENT)
-        if not self._undumped:
-            self.all_dumped.set()
-
-    def dumped(self, rank: int, text: str) -> None:
-        """Take the stack of a rank from its node."""
-        if rank in self._undumped:
-            self.dumps[rank] = text
-            self._undumped.discard(rank)
-            if not self._undumped:
-                self.all_dumped.set()
-
-    def settled_after(self, ranks: Iterable[int]) -> float:
-        """Return after how many seconds it is known that an operation of these ranks has ended, if it has."""
-        backends = {each.backend for rank in ranks for each in self.answers[rank].waits}
-        # NCCL's watchdog looks ten times a second, that of ProcessGroupNCCL2 (torch 2.15) once.
-        return _SETTLED_SECONDS if backends <= _SETTLED_SOON else _SETTLED_LATE_SECONDS
-
-    def keep_same_waits(self, later: StackRequest) -> None:
-        """Forget what ranks waited in that were asked again, and no longer wait there, or get data."""
-        before, after = hang.connections_between(self.answers), hang.connections_between(later.answers)
-        for rank in self.answers.keys() & later.asked:
-            again = later.answers.get(rank)
-            same = again is not None and again.waits == self.answers[rank].waits
-            if not same or set(after.get(rank, ())) - set(before.get(rank, ())):
-                self.answers[rank] = msgspec.structs.replace(self.answers[rank], waits=())
-
-    def report(self, state: RunState, directory: str, titles: Mapping[str, str]) -> HangReport:
-        """Return the report; for ranks that did not answer, with what faulthandler writes.
-
-        `titles` maps the file names of cells to the names that the user knows.
-        """
-        # An answer may still arrive while this looks; a rank is in the report once.
-        answers, dumps = dict(self.answers), dict(self.dumps)
-        silent, finished, elsewhere, here = {}, [], {}, {}
-        for known in state.ranks.values():
-            answer = answers.get(known.rank)
-            if known.state is State.SUCCEEDED:
-                finished.append(known.rank)
-                answers.pop(known.rank, None)
-            elif known.state.final and not known.finishing:
-                continue
-            elif answer is None and known.rank in dumps:
-                silent[known.rank] = dumps[known.rank]
-            elif answer is None and known.node and known.pid is not None:
-                here[known.rank] = known.pid
-            elif answer is None or not answer.frames:
-                idle = known.phase is Phase.READY
-                elsewhere[known.rank] = (
-                    f"finishing: {known.finishing}"
-                    if known.finishing
-                    else "idle"
-                    if idle
-                    else f"in phase '{known.phase}'"
-                )
-        silent |= stacks_of_silent(here, directory, titles)
-        return hang.report(
-            answers,
-            silent=dict(sorted(silent.items())),
-            finished=finished,
-            finishing={rank: known.finishing for rank, known in state.ranks.items() if known.finishing},
-            elsewhere=elsewhere,
-            hosts=hosts_of(state.ranks),
-        )
 
 
 def stacks_of_silent(pids: Mapping[int, int], directory: str, titles: Mapping[str, str]) -> dict[int, str]:
     """Return the stacks of ranks of this machine that do not answer; blocks for half a second at most.
 
-    `pids` are their processes, which dump to files in `directory`. `titles` is as in `StackRequest.report`.
+    `pids` are their processes, which dump to files in `directory`. `titles`
+    maps the file names of cells to the names that the user knows.
     """
     stopped = {rank: _STOPPED for rank, pid in pids.items() if _is_stopped(pid)}
     dumps = _dumped({rank: pid for rank, pid in pids.items() if rank not in stopped}, directory)

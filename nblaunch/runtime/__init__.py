@@ -18,9 +18,9 @@ A runtime is bound to the kernel that has started it, or detached. Who ends with
 
 Its main thread waits for the end. The hub's thread does the rest, for ranks and clients alike: it folds what
 ranks send, and passes on the same bytes to each client that watches the job. What would make it wait
-(devices, ports, forks, exits) a thread of a pool does. A job that takes longer than 0.1 s has a thread that
-watches it (`group.ending`). A client that does not read is sent no folded messages until it has caught up,
-and then the present state: no fold waits for a client. A client that ends takes no job along.
+(devices, ports, forks, exits) a thread of a pool does. A client that does not read is sent no folded messages
+until it has caught up, and then the present state: no fold waits for a client. A client that ends takes no
+job along.
 
 Invariants:
   * The runtime is forked before anything starts a thread, and imports nothing that ranks do not need before.

@@ -5,7 +5,9 @@ Everything here runs on the hub's thread, unless a method says otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import threading
 import time
 from collections import Counter
@@ -28,7 +30,6 @@ from nblaunch.group.usage import SeenGpus
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
     ClientRecord,
-    EarlyEnd,
     ErrorRecord,
     JobEnd,
     JobEnded,
@@ -45,7 +46,6 @@ from nblaunch.protocol.messages import (
     Answer,
     Asked,
     Dispatch,
-    FromRank,
     Payload,
     Prepare,
 )
@@ -54,8 +54,9 @@ from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.launch import own_directory
 from nblaunch.runtime.metrics_file import MetricsFile
 
-# A job that is over by then needs no thread that watches it.
+# A job that is over by then is not measured.
 _YOUNG_SECONDS = 0.1
+_TICK_SECONDS = 0.05
 # How long the end of a job waits for the file of its metrics: a disk may hang.
 _FILE_SECONDS = 10.0
 
@@ -106,9 +107,9 @@ class RunningJob:
         self._began = time.monotonic()
         self._brought = ExitStack()
         self._prepare: Prepare | None = None
-        self._ending: Ending | None = None
-        self._thread: threading.Thread | None = None
-        self._interrupts = 0
+        self._measuring: ExitStack | None = None
+        self._interrupted = False
+        """Whether that was before it began."""
         self.job = self._made(order, directory, tenure)
         path = order.options.metrics_file
         self._file = None if path is None or order.internal else MetricsFile(path)
@@ -124,6 +125,7 @@ class RunningJob:
             internal=order.internal,
             output=OutputFilter.of(order.options),
             directory=directory,
+            ending=Ending.of(order.options.timeout, order.options.hang_after, self._began),
         )
         job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
         job.asked = self._asked
@@ -156,86 +158,71 @@ class RunningJob:
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
         """Give the job to a group, unless it was interrupted before."""
         self.group, self._prepare, self._hub = group, prepare, hub
-        if self._interrupts:
+        if self._interrupted:
             self._give_up()
             return
-        self._ending = Ending(group, self.job, self.order.options)
         group.begin(self.job, prepare)
         group.start()
 
     def _give_up(self) -> None:
-        message = f"the run was interrupted: {self.job.state.where}"
-        self.job.interrupted = True
+        known, where = self.job.known, self.job.state.where
+        self.job.known = replace(
+            known, interrupted=True, ending=replace(known.ending, begun=True, where=where)
+        )
         self.job.end(time.time())
-        self._finish(EarlyEnd(timeout=False, message=message))
 
-    def interrupt(self) -> None:
-        """Interrupt the job; the second time its ranks are ended, but never for a look into them."""
-        if self.order.look and self._interrupts:
-            return
-        self._interrupts += 1
-        if self._ending is not None and self.end is None:
-            self._ending.interrupt()
-            self._watch()
+    def interrupt(self, *, sparing: bool = False) -> None:
+        """Interrupt the job; the second time its ranks are ended, unless `sparing` them.
+
+        A look into ranks is interrupted once. From any thread.
+        """
+        if self.group is None:
+            self._interrupted = True
+        elif not (self.order.look and self.job.known.ending.begun):
+            self.group.interrupt(self.job, sparing=sparing)
 
     def tick(self, now: float) -> None:
-        """Watch a job that takes a while; `now` is monotonic."""
-        limit = self.order.options.timeout
-        young = _YOUNG_SECONDS if limit is None else min(limit, _YOUNG_SECONDS)
-        if self._ending is not None and self.end is None and now - self._began >= young:
-            self._watch()
+        """Measure a job that takes a while; `now` is monotonic."""
+        if self._measuring is None and self.order.usage and now - self._began >= _YOUNG_SECONDS:
+            self._measure()
         if self._file is not None and self._file_due is not None and now >= self._file_due:
-            self._file_is_whole(None, f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
+            self._file_is_whole(f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
 
-    def _watch(self) -> None:
-        if self._thread is None:
-            name = f"nblaunch-job-{self.number & 0xFFFFFFFF}"
-            thread = threading.Thread(target=self._until_ended, name=name, daemon=True)
-            # Where the system refuses one, the next tick asks again.
-            thread.start()
-            self._thread = thread
-
-    def _until_ended(self) -> None:
-        """Run on a thread of its own."""
-        group, job, ending, early = self.group, self.job, self._ending, None
-        assert group is not None and ending is not None and self._prepare is not None  # noqa: S101, PT018 - `begin` has set them
+    def _measure(self) -> None:
+        group, job = self.group, self.job
+        if group is None or self._prepare is None or job.ended.is_set():
+            return
         seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
-        try:
-            with group.measuring(lambda: job.state, seen, wanted=self.order.usage):
-                early = ending.run(self._began)
-        finally:
-            group.end_job(job)
-            self._hub.call(lambda: self._finish(early))
+        measuring = ExitStack()
+        with contextlib.suppress(RuntimeError):  # the system refuses a thread: the next tick asks again
+            measuring.enter_context(group.measuring(lambda: job.state, seen, wanted=True))
+            self._measuring = measuring
 
     def _job_ended(self) -> None:
-        if self._thread is None:
-            self._finish(None)
-
-    def _finish(self, early: EarlyEnd | None) -> None:
-        if self.end is not None:
-            return
+        if self._measuring is not None:
+            self._measuring.close()
         if self._file is None:
-            self._end(early)
-        elif self._file_due is None:
+            self._end()
+        else:
             # The result comes when the file has all: who waits for the one reads the other.
             file, hub = self._file, self._hub
             self._file_due = time.monotonic() + _FILE_SECONDS
-            file.close(lambda: hub.call(lambda: self._file_is_whole(early, file.problem)))
+            file.close(lambda: hub.call(lambda: self._file_is_whole(file.problem)))
 
-    def _file_is_whole(self, early: EarlyEnd | None, problem: str) -> None:
+    def _file_is_whole(self, problem: str) -> None:
         if self.end is None:
             self.job.late += [problem] if problem else []
-            self._end(early)
+            self._end()
 
-    def _end(self, early: EarlyEnd | None) -> None:
+    def _end(self) -> None:
         job, group = self.job, self.group
-        error = job.error
+        error, early = job.error, job.known.ending.early
         if self.ended_with:
             error, early = LaunchError(self.ended_with, phase="job", kind=FailureKind.SESSION_ENDED), None
         self.end = JobEnd(
             error=None if error is None else ErrorRecord.of(error),
             launch_failure=job.launch_failure,
-            interrupted=job.interrupted,
+            interrupted=job.known.interrupted,
             early=early,
             logs={attempt: tuple(ranks.values()) for attempt, ranks in job.logs.items()},
             log_dir="" if group is None else str(own_directory(job, group.settings) or ""),
@@ -289,14 +276,10 @@ class RunningJob:
 
     def questions_for(self, connection: ClientConnection) -> tuple[Asked, ...]:
         """Return the open questions, where this client is to ask them."""
-        return tuple(self.job.questions) if self.is_of(connection) else ()
+        return self.job.known.questions if self.is_of(connection) else ()
 
     def reply(self, rank: int, answer: Answer) -> None:
         """Send a rank what the user has typed."""
-        questions = self.job.questions
-        self.job.questions = type(questions)(
-            each for each in questions if (each.rank, each.number) != (rank, answer.number)
-        )
         if self.group is not None:
             self.group.answer(rank, answer)
 
@@ -366,18 +349,14 @@ def _without_value(known: RankState, why: str) -> RankState:
 
 
 class Jobs:
-    """All jobs of a runtime, by number; a member of the hub, for its clock."""
-
-    group = "jobs"
-    attempt = 0
-    token = ""
+    """All jobs of a runtime, by number."""
 
     def __init__(self, hub: Hub) -> None:
         """Follow the clock of `hub`."""
-        self._hub = hub
         self._jobs: dict[int, RunningJob] = {}
         self._running: list[RunningJob] = []
-        hub.add(self)
+        self._tick_at = 0.0
+        hub.after_turn.append(self._tick)
 
     def add(self, job: RunningJob) -> None:
         """Keep a job."""
@@ -410,27 +389,14 @@ class Jobs:
         """Return the jobs that a connection watches."""
         return [job for job in self._jobs.values() if connection in job.watchers]
 
-    @property
-    def running(self) -> list[RunningJob]:
-        """The jobs that have not ended."""
-        self._running = [job for job in self._running if job.end is None]
-        return self._running
-
-    # --- as a member of the hub ----------------------------------------------------------------------
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is due before the next message or call."""
-        return not self.running
-
-    def receive(self, message: FromRank, data: bytes) -> None:
-        """No rank sends to the jobs."""
-
-    def tick(self, now: float) -> None:
-        """Watch jobs that take a while."""
-        for job in self.running:
-            job.tick(now)
-
-    def lost(self, error: Exception) -> None:  # noqa: ARG002 - as every member's
-        """Follow no clock any more: the hub has ended, and each group ends its job."""
-        self._hub.remove(self)
+    def _tick(self) -> float:
+        """Let time pass for the jobs that have not ended; return in how many seconds this is due again."""
+        if not self._running:
+            return math.inf
+        now = time.monotonic()
+        if now >= self._tick_at:
+            self._tick_at = now + _TICK_SECONDS
+            self._running = [job for job in self._running if job.end is None]
+            for job in self._running:
+                job.tick(now)
+        return self._tick_at - now

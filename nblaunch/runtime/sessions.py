@@ -164,7 +164,9 @@ class RuntimeSession:
 
     def interrupt(self) -> None:
         """Interrupt the job that is running, as the stop button does; the variables stay."""
-        self.group.post(Trigger.INTERRUPT)
+        running = self.running
+        if running is not None:
+            running.interrupt(sparing=True)
 
     # --- the ranks; on a thread that may wait ----------------------------------------------------------
 
@@ -186,7 +188,7 @@ class RuntimeSession:
         if job is not None and not job.job.ended.is_set():
             if self.detached:
                 job.ended_with = f"session {self.name!r} was stopped, and the job that ran with it."
-            self.group.post(Trigger.INTERRUPT)
+            self.interrupt()
             job.job.ended.wait(self.grace)
         self.group.post(Trigger.DISMISS)
         if not self.group.closed.wait(_CLOSE_SECONDS):
@@ -202,7 +204,7 @@ class RuntimeSession:
         members, running, giver = self.group.state, self.running, self.giver
         memory = self.group.memory()
         ranks = {} if running is None or running.end is not None else running.job.state.ranks
-        open_questions = () if running is None else tuple(running.job.questions)
+        open_questions = () if running is None else running.job.known.questions
         prompts = {each.rank: each.prompt for each in reversed(open_questions)}
         asks = {rank: f"asks {prompt!r:.60}" for rank, prompt in prompts.items()}
         doing = running.job.state.doing if running is not None and running.end is None else ""

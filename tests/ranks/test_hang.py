@@ -19,7 +19,6 @@ from nblaunch import HangReport
 from nblaunch.diagnose import hang
 from nblaunch.group.ending import HangWatch
 from nblaunch.protocol.messages import Collective, FrameRecord, Where
-from nblaunch.protocol.state import RunState
 
 SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
 SMALL = pytest.mark.parametrize("nproc", sampled([2, 4], ci=1))
@@ -303,10 +302,10 @@ from pathlib import Path
 from nblaunch.group.ending import HangWatch
 original = HangWatch.hangs
 def hangs(self, report, now):
-    told = original(self, report, now)
+    after, told = original(self, report, now)
     if told:
         Path({str(flag)!r}).touch()
-    return told
+    return after, told
 HangWatch.hangs = hangs
 """)
     result = nblaunch.run(job, nproc=nproc, hang_after=0.5)
@@ -333,14 +332,16 @@ HangWatch.hangs = hangs
 def test_a_hang_is_told_once_also_where_less_of_it_is_left(looks, told):
     answers = iter(looks)
 
+    watch = HangWatch(0.0)
+
     def hangs(look):
-        if not watch.due(state, float(look)):
+        nonlocal watch
+        if not watch.due(float(look)):
             return False
         open_now = tuple(Collective("0", number, "all_reduce") for number in sorted(next(answers)))
-        return watch.hangs(HangReport((), {0: open_now}), float(look))
+        watch, hang = watch.hangs(HangReport((), {0: open_now}), float(look))
+        return hang
 
-    watch, state = HangWatch(0.0), RunState.fresh(1, time=0.0)
-    watch.due(state, 0.0)  # from here on it is silent
     assert [look for look, _ in enumerate(looks) if hangs(look)] == told
 
 

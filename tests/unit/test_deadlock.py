@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from nblaunch.diagnose import hang
-from nblaunch.group.stacks import StackRequest
+from nblaunch.group.locating import without_other_waits
 from nblaunch.protocol.messages import DEFAULT_GROUP, STORE, Collective, Connection, FrameRecord, Where
 from nblaunch.protocol.reports import HangReport
 from nblaunch.rank import flight_recorder
@@ -539,16 +539,16 @@ def test_ranks_that_form_the_same_group_do_not_wait_for_each_other():
 def test_only_ranks_that_still_wait_where_nothing_has_come_are_a_circle(later, arrived, named_again):
     """`isend` leaves no record: a rank that receives may be about to get what another has sent."""
 
-    def look(sequence: int, arrived: int) -> StackRequest:
-        request = StackRequest((0, 1))
+    def look(sequence: int, arrived: int) -> dict[int, Where]:
+        found = {}
         ends = ("127.0.0.1", 1), ("127.0.0.1", 2)
         for rank, (here, there) in enumerate((ends, ends[::-1])):
             answer = waits(rank, receive(1 - rank, sequence=sequence))
             connections = (Connection(here, there, fd=5, bytes=arrived),)
-            request.answer(msgspec.structs.replace(answer, connections=connections))
-        return request
+            found[rank] = msgspec.structs.replace(answer, connections=connections)
+        return found
 
-    request = look(7, 100)
-    assert named(hang.report(request.answers)) == {0, 1}
-    request.keep_same_waits(look(later, arrived))
-    assert named(hang.report(request.answers)) == named_again
+    first = look(7, 100)
+    assert named(hang.report(first)) == {0, 1}
+    again = without_other_waits(first, look(later, arrived), (0, 1))
+    assert named(hang.report(again)) == named_again

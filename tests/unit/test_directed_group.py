@@ -174,8 +174,9 @@ class Scene:
         self.closed = threading.Event()
         self.group.when_closed = self.closed.set
 
-    def give(self) -> Job:
-        job = Job({None: Dispatch(job=FunctionJob(name="f"), payload=NOTHING)}, RunState.fresh(2))
+    def give(self, ending: Ending | None = None) -> Job:
+        dispatches: dict[int | None, Dispatch] = {None: Dispatch(job=FunctionJob(name="f"), payload=NOTHING)}
+        job = Job(dispatches, RunState.fresh(2), ending=ending)
         self.hub.run(lambda: self.group.begin(job, PREPARE))
         self.group.start()
         return job
@@ -241,19 +242,16 @@ def test_the_wait_for_nodes_has_no_limit_and_that_for_ranks_begins_with_the_last
 
 def test_the_wait_for_nodes_counts_towards_no_timeout(local, tmp_path):
     scene = Scene(local, tmp_path)
-    job = scene.give()
+    job = scene.give(Ending.of(0.3, None, time.monotonic()))
     waiting = EngineSaid(engine="slurm", state=EngineState.WAITING, wanted=2)
     scene.run(lambda: scene.group.said(waiting))
-    ending, early = Ending(scene.group, job, LaunchOptions(timeout=0.3, grace=0.0)), []
-    thread = threading.Thread(target=lambda: early.append(ending.run(time.monotonic())))
-    thread.start()
-    thread.join(0.6)
-    assert thread.is_alive()
+    assert not job.ended.wait(0.6)
     began = time.monotonic()
     scene.run(lambda: scene.nodes.begin(0, 2))
-    thread.join(SECONDS)
+    assert job.ended.wait(SECONDS)
     assert time.monotonic() - began > 0.15
-    assert early[0].timeout
+    assert job.known.ending.early is not None
+    assert job.known.ending.early.timeout
     assert scene.closed.wait(SECONDS)
 
 

@@ -171,6 +171,11 @@ class Group:
             self.feed(*(Started(rank=rank, time=1.0) for rank in range(self.size)))
         return self
 
+    def interrupt(self) -> list[Action]:
+        """Let the user interrupt the job; ranks that are asked where they are say so."""
+        actions = self.feed(Trigger.INTERRUPT)
+        return actions + self.feed(*map(where, sent(actions, ReportWhere)))
+
     def states(self) -> list[State]:
         assert self.state.job is not None
         return [rank.state for rank in self.state.job.run.ranks.values()]
@@ -359,7 +364,7 @@ def test_a_rank_that_has_failed_is_waited_for_as_long_as_it_works_or_until_an_in
     group.feed(life.RanksStopped())
     assert Order.LET_FINISH in group.feed(saves)
     assert not finished(group.after(100))
-    assert Order.STOP_AGENT in group.feed(Trigger.INTERRUPT)
+    assert Order.STOP_AGENT in group.interrupt()
     assert finished(group.feed(Trigger.AGENT_ENDED))
 
 
@@ -380,7 +385,8 @@ def test_a_fresh_group_that_starts_again_begins_its_job_again():
 
 def test_a_restart_is_not_begun_after_an_interrupt():
     group = Group().start()
-    group.feed(Trigger.INTERRUPT, raised(0, "builtins.KeyboardInterrupt"))
+    group.interrupt()
+    group.feed(raised(0, "builtins.KeyboardInterrupt"))
     actions = group.feed(raised(1, "builtins.KeyboardInterrupt"))
     assert Order.STOP_AGENT in actions
     assert group.states() == [State.STOPPED, State.STOPPED], "an interrupted rank has not failed"
@@ -437,8 +443,8 @@ def test_an_interrupt_before_anything_runs_has_nobody_to_wait_for():
     for group in (fresh, kept):
         group.give()
         group.fork()
-    assert Order.STOP_AGENT in fresh.feed(Trigger.INTERRUPT)
-    actions = kept.feed(Trigger.INTERRUPT)
+    assert Order.STOP_AGENT in fresh.interrupt()
+    actions = kept.interrupt()
     assert finished(actions)
     assert Order.STOP_AGENT not in actions
     kept.feed(hello(0), hello(1), ready(0), ready(1))
@@ -456,9 +462,11 @@ def test_an_interrupt_of_idle_ranks_does_nothing():
 def test_a_second_interrupt_skips_the_grace_period():
     fresh, kept = Group().start(), Group(kept=True).start()
     for group in (fresh, kept):
-        group.feed(Trigger.INTERRUPT)
-    assert fresh.feed(Trigger.INTERRUPT_AGAIN) == [Order.SKIP_GRACE, Order.STOP_AGENT]
-    assert kept.feed(Trigger.INTERRUPT_AGAIN) == [Order.SKIP_GRACE, Order.RESTART_AGENT]
+        group.interrupt()
+    assert fresh.interrupt() == [Order.SKIP_GRACE, Order.STOP_AGENT]
+    asked = kept.feed(Trigger.INTERRUPT)
+    assert sent(asked, ReportWhere) == [0, 1], "imports are only broken off"
+    assert kept.feed(where(0), where(1)) == [Order.SKIP_GRACE, Order.RESTART_AGENT]
     assert kept.stage() is Stage.REPLACING
     assert finished(kept.feed(life.AttemptStarting(attempt(1))))
     assert kept.notices() == ("ranks 0-1 had not ended when the job was interrupted again", GONE)
@@ -466,7 +474,7 @@ def test_a_second_interrupt_skips_the_grace_period():
 
 def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
     group = Group(kept=True).start()
-    group.feed(Trigger.INTERRUPT)
+    group.interrupt()
     group.feed(raised(0, "builtins.KeyboardInterrupt"), InterruptSeen(rank=1, number=1))
     assert sent(group.after(GRACE - 0.1), Interrupt) == []
     (last,) = [
@@ -483,10 +491,10 @@ def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
 
 def test_a_rank_in_c_code_is_waited_for():
     group = Group(kept=True).start()
-    group.feed(Trigger.INTERRUPT)
+    group.interrupt()
     actions = group.after(100)
     assert set(group.state.interruption.waited_for) == {0, 1}
-    assert not [each for each in actions if not isinstance(each, Send)]
+    assert not [each for each in actions if not isinstance(each, Send | life.ReadStacks)]
     assert sent(actions, Interrupt) == []
 
 
@@ -1066,7 +1074,9 @@ EVENTS = st.one_of(
             life.Noted("a note"),
             Trigger.FORGET_NOTES,
             Trigger.INTERRUPT,
-            Trigger.INTERRUPT_AGAIN,
+            Trigger.INTERRUPT_SPARING,
+            life.LocateRanks(1, 0.3),
+            life.StacksRead({0: "a stack"}),
             life.RestartAsked("a restart"),
             Trigger.DISMISS,
             Trigger.AGENT_ENDED,
@@ -1087,10 +1097,11 @@ def test_two_interrupts_end_every_job_whatever_has_happened_before(history, kept
         group.feed(event)
     if group.state.working is None:
         group.give()
-    actions = group.feed(Trigger.INTERRUPT, Trigger.INTERRUPT_AGAIN)
-    if Order.STOP_AGENT in actions:
+    group.feed(Trigger.INTERRUPT, Trigger.INTERRUPT)
+    group.after(12.0)  # no rank answers, and no stack is read
+    if Order.STOP_AGENT in group.done:
         group.feed(Trigger.DRAINED, Trigger.AGENT_ENDED)
-    elif Order.RESTART_AGENT in actions:
+    elif Order.RESTART_AGENT in group.done:
         group.feed(Trigger.DRAINED, life.AttemptStarting(attempt(group.state.attempt + 1)))
     assert group.state.working is None
     assert group.open_jobs == 0
@@ -1224,7 +1235,7 @@ def test_a_job_ends_once_its_ranks_do_what_they_are_asked(chance, kept, size):
     group = Group(size, kept=kept)
     group.give()
     world, began = World(group, chance), group.now
-    steps: list[tuple[float, GroupEvent]] = [(100, Trigger.INTERRUPT), (300, Trigger.INTERRUPT_AGAIN)]
+    steps: list[tuple[float, GroupEvent]] = [(100, Trigger.INTERRUPT), (300, Trigger.INTERRUPT)]
     if chance.random() < 0.5:
         steps.insert(0, (chance.choice([0.1, 1, 10]), life.Preemption("the limit is near", 100.0)))
     while group.state.working is not None and group.now < began + 500:
