@@ -29,9 +29,9 @@ _NCCL = "libnccl.so.2"
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the NCCL that this process has loaded with torch; no device is touched.
+    """Return the version of the NCCL that this process has loaded.
 
-    `torch.cuda.nccl.version()` is the one that torch was compiled with. Another may have been installed since.
+    `torch.cuda.nccl.version()` is that which torch was compiled with; another may be installed.
     """
     try:
         loaded = ctypes.CDLL(_NCCL, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

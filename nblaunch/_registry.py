@@ -22,16 +22,18 @@ import secrets
 import shutil
 import stat
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from nblaunch import _locks
-from nblaunch._errors import OptionError
+from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._help import FailureKind
+from nblaunch._version import __version__
 
 _LINUX = sys.platform.startswith("linux")
 _ROOT_PREFIX = "nblaunch-"
@@ -473,3 +475,79 @@ def _alone(fd: int) -> Iterator[None]:
         yield
     finally:
         os.close(opened)
+
+
+# A runtime's own entry.
+
+
+class Registration:
+    """The entry, and the names of detached sessions; its methods may be called on any thread."""
+
+    def __init__(self, root: Path, token: str, protocol: int, written: Callable[[Path], None]) -> None:
+        """Nothing is written before the first session; `written` is called with the path of what is."""
+        self._root = root
+        self._token = token
+        self._protocol = protocol
+        self._written = written
+        self._lock = threading.Lock()
+        self._entry: RuntimeEntry | None = None
+        self._path = Path()
+        self._held: int | None = None
+        """Holds the lock on the file."""
+
+    def add(self, session: str, owner: Owner, *, detached: bool) -> None:
+        """List a session. Raises `OptionError` if it is detached and another runtime has its name."""
+        with self._lock:
+            entry = self._entry or self._make(owner)
+            if detached:
+                entry = msgspec.structs.replace(entry, name=session, detached=True)
+                take_name(session, entry)
+            try:
+                self._write(entry)
+            except OptionError:
+                if detached:
+                    release_name(session, entry)
+                    raise
+                return  # its kernel does without
+            self._entry = entry
+
+    def _make(self, owner: Owner) -> RuntimeEntry:
+        return RuntimeEntry(
+            name="",
+            socket=str(self._root / "client"),
+            root=str(self._root),
+            keeper=ProcessIdentity.of(os.getppid()),
+            runtime=ProcessIdentity.of(os.getpid()),
+            host=Host.here(),
+            version=__version__,
+            protocol=self._protocol,
+            token=self._token,
+            detached=False,
+            started=time.time(),
+            owner=owner,
+        )
+
+    def _write(self, entry: RuntimeEntry) -> None:
+        before = self._held
+        self._path, self._held = write(entry)
+        if before is not None:
+            os.close(before)
+        self._written(self._path)
+
+    def keep(self) -> None:
+        """Write the entry again if it has gone: logind removes its directory at the last logout.
+
+        Where that is not possible now (a home that is away, or full) the runtime goes on without.
+        """
+        with contextlib.suppress(OSError, NblaunchError), self._lock:
+            if self._entry is not None and not self._path.exists():
+                self._write(self._entry)
+
+    def remove(self) -> None:
+        """Remove the entry and the name, as far as that is possible."""
+        with contextlib.suppress(OSError, NblaunchError), self._lock:
+            entry, self._entry = self._entry, None
+            if entry is not None:
+                if entry.name:
+                    release_name(entry.name, entry)
+                self._path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import contextvars
 import errno
@@ -86,6 +87,9 @@ class RankFailure:
         return place(self.frame) if self.frame is not None else ""
 
 
+_PIECE = 1 << 20
+
+
 def read_text(path: str, start: int = 0, end: int | None = None) -> str:
     """Return the text of a log file between two offsets; empty if it is gone.
 
@@ -93,24 +97,28 @@ def read_text(path: str, start: int = 0, end: int | None = None) -> str:
     """
     if start != end:
         with contextlib.suppress(OSError):
-            return _text_of(path, start, end)
+            return "".join(pieces(path, start, end))
     return ""
 
 
-def _text_of(path: str, start: int, end: int | None) -> str:
+def pieces(path: str, start: int, end: int | None = None) -> Iterator[str]:
+    """Yield the text that `read_text` returns; raise `OSError` if the file is gone."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with Path(path).open("rb") as file:
-        end = os.fstat(file.fileno()).st_size if end is None else end
-        if end <= start:
-            return ""
-        kept = _kept_from(file.fileno(), start, end)
-        file.seek(kept)
-        data = file.read(end - kept)
-    lost = ""
-    if kept > start:
-        # The first line has lost its beginning, too.
-        data = data[data.find(b"\n") + 1 :]
-        lost = f"[{end - start - len(data):,} bytes before this are no longer kept]\n"
-    return lost + data.decode("utf-8", "replace")
+        fd = file.fileno()
+        there = os.fstat(fd).st_size
+        end = there if end is None else min(end, there)
+        while start < end:
+            kept = _kept_from(fd, start, end)
+            data = os.pread(fd, min(_PIECE, end - kept), kept)
+            after = kept + len(data)
+            if kept > start:
+                # The first line has lost its beginning, too.
+                data = data[data.find(b"\n") + 1 :]
+                yield f"[{after - len(data) - start:,} bytes before this are no longer kept]\n"
+            yield decoder.decode(data)
+            start = after if after > kept else end
+    yield decoder.decode(b"", final=True)
 
 
 def _kept_from(file: int, start: int, end: int) -> int:
@@ -131,7 +139,7 @@ class LogText:
     def __str__(self) -> str:
         """Read the text, as `read_text` does. Raises `FileNotFoundError` if its file has been removed."""
         try:
-            return _text_of(self._path, self._start, self._end)
+            return "".join(pieces(self._path, self._start, self._end))
         except FileNotFoundError:
             msg = (
                 f"what a rank printed ({(self._end - self._start) / 1e6:.0f} MB) was kept in {self._path}, "

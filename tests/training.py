@@ -46,6 +46,8 @@ def step(model, opt, number):
     loss = model(torch.randn(16, 8).to(device)).square().mean()
     if failing == "between" and rank % 2: fail()
     loss.backward()
+    # A program that runs ahead of its GPU queues the next step behind a collective that may be interrupted.
+    if device.type == "cuda": torch.cuda.synchronize()
     opt.step()
 
 def held(model):

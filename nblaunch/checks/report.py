@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from enum import StrEnum
 
-_COLORS = {"ok": "#238b45", "warning": "#a1700d", "problem": "#dc403b"}
+from nblaunch.insight import markup
+
+_COLORS = {"ok": markup.GREEN, "warning": markup.YELLOW, "problem": markup.RED}
 _CELL = "padding:2px 8px;text-align:left;vertical-align:top"
 
 
@@ -130,11 +131,9 @@ def count_of(number: int, noun: str) -> str:
 
 
 def _row(finding: Finding) -> str:
-    # The second declaration takes the contrast from 4.3 to above 4.5, where the browser can mix.
-    color = _COLORS[finding.level]
-    style = f"color:{color};color:color-mix(in srgb,{color} 75%,currentcolor)"
-    text = html.escape(finding.summary)
+    style = markup.color(_COLORS[finding.level])
+    text = markup.escaped(finding.summary)
     if finding.advice:
-        text += f"<br><em>{html.escape(finding.advice)}</em>"
-    cells = (f'<span style="{style}">{finding.level}</span>', html.escape(finding.name), text)
-    return "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>"
+        text += f"<br><em>{markup.escaped(finding.advice)}</em>"
+    cells = (f'<span style="{style}">{finding.level}</span>', markup.escaped(finding.name), text)
+    return markup.row("td", ((_CELL, cell) for cell in cells))

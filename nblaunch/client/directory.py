@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from nblaunch import _registry
 from nblaunch._errors import LaunchError, NblaunchError
@@ -14,35 +14,29 @@ from nblaunch._results import SessionInfo
 from nblaunch._runtime_dir import remove_dead
 from nblaunch._version import __version__
 from nblaunch.client.boot import stop_keeper
-from nblaunch.client.local import Runtime, local
+from nblaunch.client.local import local
 from nblaunch.options.table import nearest
 from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord
 
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 40.0
 
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """What a runtime has said of its sessions, or why it has not."""
-
-    found: FoundRuntime
-    sessions: tuple[SessionRecord, ...] = ()
-    problem: str = ""
+SessionT = TypeVar("SessionT")
 
 
-def _described(known: Iterable[FoundRuntime]) -> Iterator[_Described]:
+def _described(
+    known: Iterable[FoundRuntime],
+) -> Iterator[tuple[FoundRuntime, tuple[SessionRecord, ...], str]]:
+    """Yield each runtime with its sessions, or with why it has described none."""
     for each in known:
         if each.elsewhere:
-            yield _Described(each, problem=f"on {each.elsewhere}")
+            yield each, (), f"on {each.elsewhere}"
             continue
         try:
-            with _connected(each.entry) as runtime:
-                answer = runtime.ask(DescribeSessions(), _ANSWER_SECONDS)
+            with contextlib.closing(local().attached(each.entry)) as runtime:
+                yield each, runtime.ask(DescribeSessions(), _ANSWER_SECONDS).sessions, ""
         except (LaunchError, TimeoutError) as error:
-            yield _Described(each, problem=f"does not answer: {error}")
-        else:
-            yield _Described(each, answer.sessions)
+            yield each, (), f"does not answer: {error}"
 
 
 def sessions() -> tuple[SessionInfo, ...]:
@@ -51,21 +45,12 @@ def sessions() -> tuple[SessionInfo, ...]:
     Removes what is left of kernels that are dead.
     """
     remove_dead()
-    found: list[SessionInfo] = []
-    for each in _described(_registry.read_all()):
-        if each.problem and (each.found.elsewhere or each.found.entry.detached):
-            found.append(_unreachable(each.found, each.problem))
-        found += [_info(each.found.entry, session) for session in each.sessions]
-    return tuple(found)
-
-
-@contextlib.contextmanager
-def _connected(entry: RuntimeEntry) -> Iterator[Runtime]:
-    runtime = local().attached(entry)
-    try:
-        yield runtime
-    finally:
-        runtime.close()
+    infos: list[SessionInfo] = []
+    for found, described, problem in _described(_registry.read_all()):
+        if problem and (found.elsewhere or found.entry.detached):
+            infos.append(_unreachable(found.entry, problem))
+        infos += [_info(found.entry, session) for session in described]
+    return tuple(infos)
 
 
 def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
@@ -93,8 +78,7 @@ def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
     )
 
 
-def _unreachable(found: FoundRuntime, problem: str) -> SessionInfo:
-    entry = found.entry
+def _unreachable(entry: RuntimeEntry, problem: str) -> SessionInfo:
     return SessionInfo(
         name=entry.name,
         detached=entry.detached,
@@ -112,30 +96,39 @@ def detached() -> dict[str, RuntimeEntry]:
     return {entry.name: entry for entry in here if entry.detached}
 
 
-def listed(known: Collection[str], wanted: str | None, otherwise: str) -> str:
-    """Return the names of sessions, and the one that was probably meant, or what else to do."""
-    guess = nearest(wanted, known) if wanted is not None else None
-    return f"{', '.join(map(repr, known))}. {f'Did you mean {guess!r}?' if guess else otherwise}"
+def one_of(
+    known: Mapping[str, SessionT], name: str | None, *, asked: str, none: str, some: tuple[str, str]
+) -> SessionT:
+    """Return the session of a name, the only one for None. Raises `NblaunchError` if none fits.
+
+    `none` and `some` say what is there instead: the names follow the first text of `some`, then the one that
+    was probably meant, or the second text.
+    """
+    if name is None and len(known) == 1:
+        return next(iter(known.values()))
+    if name is not None and name in known:
+        return known[name]
+    why = none
+    if known:
+        guess = nearest(name, known) if name is not None else None
+        names = ", ".join(map(repr, known))
+        why = f"{some[0]} {names}. {f'Did you mean {guess!r}?' if guess else some[1]}"
+    msg = f"{asked} was asked for, but {why}"
+    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
 
 
 def find(name: str | None) -> RuntimeEntry:
     """Return a detached session's runtime, the only one for None. Raises `NblaunchError` if none fits."""
     known = detached()
-    if name is None and len(known) == 1:
-        return _of_this_version(next(iter(known.values())))
-    if name is not None and name in known:
-        return _of_this_version(known[name])
-    if not known:
-        asked = f"detached session {name!r}" if name is not None else "a detached session"
-        msg = (
-            f"{asked} was asked for, but there is none on this machine. Start one: %distributed start -n 2 "
-            "--detach."
-        )
-        raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
-    asked = f"detached session {name!r}" if name is not None else "the one detached session"
-    there = listed(known, name, "Give one of these names.")
-    msg = f"{asked} was asked for, but the detached ones are {there}"
-    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
+    one = "the one detached session" if known else "a detached session"
+    entry = one_of(
+        known,
+        name,
+        asked=one if name is None else f"detached session {name!r}",
+        none="there is none on this machine. Start one: %distributed start -n 2 --detach.",
+        some=("the detached ones are", "Give one of these names."),
+    )
+    return _of_this_version(entry)
 
 
 def find_open(name: str) -> tuple[RuntimeEntry, SessionRecord]:
@@ -145,15 +138,14 @@ def find_open(name: str) -> tuple[RuntimeEntry, SessionRecord]:
     """
     known = sorted(_registry.read_all(), key=lambda each: (each.entry.detached, each.entry.started))
     elsewhere = ""
-    for each in _described(reversed(known)):
-        entry = each.found.entry
-        for session in each.sessions:
+    for found, described, problem in _described(reversed(known)):
+        for session in described:
             if session.name == name:
-                return entry, session
-        if entry.name == name and each.found.elsewhere:
-            elsewhere = each.found.elsewhere
-        elif entry.name == name and each.problem:
-            msg = f"session {name!r} {each.problem}"
+                return found.entry, session
+        if found.entry.name == name and found.elsewhere:
+            elsewhere = found.elsewhere
+        elif found.entry.name == name and problem:
+            msg = f"session {name!r} {problem}"
             raise NblaunchError(msg, kind=FailureKind.NO_ANSWER)
     where = f"it is open {elsewhere}" if elsewhere else "python -m nblaunch sessions lists those that are"
     msg = f"session {name!r} is not open on this machine; {where}."
@@ -174,7 +166,10 @@ def _of_this_version(entry: RuntimeEntry) -> RuntimeEntry:
 def stop(name: str) -> None:
     """End a detached session, and wait until it is gone."""
     entry = detached().get(name) or find(name)
-    with contextlib.suppress(LaunchError, TimeoutError), _connected(entry) as runtime:
+    with (
+        contextlib.suppress(LaunchError, TimeoutError),
+        contextlib.closing(local().attached(entry)) as runtime,
+    ):
         runtime.stop()
     if entry.keeper.lives:
         # It does not answer, or understands another protocol: its keeper ends all.

@@ -185,7 +185,7 @@ def _last_output(rank: RankState, logs: RankLogFiles | None, output: OutputFilte
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
     for stream in Stream:
         if logs is not None and not output.shows(logs.local_rank, stream):
-            path, start, end = _place(logs, stream)
+            path, start, end = place_in_file(logs, stream)
             text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
     # torch's watchdog ends a process with a page of these, below its message.
     kept = [line for line in final_lines(text) if line.strip() and not _CPP_FRAME.match(line)]
@@ -200,7 +200,7 @@ def final_lines(text: str) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2] for line in _CONTROL.sub("", text).split("\n")]
 
 
-def _place(logs: RankLogFiles, stream: Stream) -> tuple[str, int, int]:
+def place_in_file(logs: RankLogFiles, stream: Stream) -> tuple[str, int, int]:
     """Return the file of a stream, and from where to where the job wrote it."""
     path, start = getattr(logs, stream.value), getattr(logs.started, stream.value)
     end = getattr(logs.ended, stream.value) if logs.ended else None
@@ -215,7 +215,7 @@ def _printed(logs: RankLogFiles | None, stream: Stream, keep: object) -> Any:
     """Return what a rank printed, a long text as `LogText`."""
     if logs is None:
         return ""
-    path, start, end = _place(logs, stream)
+    path, start, end = place_in_file(logs, stream)
     return LogText(path, start, end, keep) if end - start > _LONG else read_text(path, start, end)
 
 

@@ -7,19 +7,30 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from nblaunch import _journal
 from nblaunch._errors import NblaunchError
-from nblaunch._journal import Dropped
-from nblaunch._registry import RuntimeEntry
+from nblaunch._results import pieces
 from nblaunch.client.directory import find_open
+from nblaunch.client.line import ClientLine
 from nblaunch.client.local import Runtime, local
+from nblaunch.client.result import place_in_file
+from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.messages import Displayed, Noticed, Printed, Stream, Unwritten
+from nblaunch.protocol.messages import (
+    AttemptStarted,
+    Cleared,
+    Displayed,
+    Noticed,
+    Printed,
+    Remarked,
+    Stream,
+    Unwritten,
+)
 from nblaunch.protocol.reports import plural
-from nblaunch.protocol.state import RunState, decode_folded, decode_state
-from nblaunch.protocol.transcript import Entry, Text
+from nblaunch.protocol.state import RunState, decode_state
+from nblaunch.protocol.transcript import Entry, Text, Transcript
 
 _ANSWER_SECONDS = 2.0
 _INTERRUPTED = 130
@@ -38,7 +49,8 @@ def logs(name: str, *, follow: bool = False, job: int | None = None) -> int:
         entry, session = find_open(name)
         with contextlib.closing(local().attached(entry)) as runtime:
             chosen = _chosen(runtime, session, job)
-            _print_job(entry, runtime, session.session, chosen, follow=follow)
+            with runtime.line() as line:
+                _print_job(line, chosen.number, follow=follow)
     except NblaunchError as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -50,13 +62,8 @@ def logs(name: str, *, follow: bool = False, job: int | None = None) -> int:
     return 0
 
 
-def _jobs(runtime: Runtime, session: str) -> tuple[wire.JobRecord, ...]:
-    answer = runtime.ask(wire.ListJobs(session=session), _ANSWER_SECONDS)
-    return answer.jobs
-
-
 def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> wire.JobRecord:
-    known = _jobs(runtime, session.session)
+    known = runtime.ask(wire.ListJobs(session=session.session), _ANSWER_SECONDS).jobs
     if not known:
         msg = f"session {session.name!r} has run no job yet."
         raise NblaunchError(msg)
@@ -70,72 +77,120 @@ def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> w
     raise NblaunchError(msg)
 
 
-def _print_job(
-    entry: RuntimeEntry, runtime: Runtime, session: str, job: wire.JobRecord, *, follow: bool
-) -> None:
-    root, output = Path(entry.root), _Output()
-
-    def goes_on() -> bool:
-        """Whether more may come; a young job has no files yet, and may end without."""
-        if _journal.directory_of(root, job.number).exists():
-            return entry.keeper.lives
-        return any(each.number == job.number and each.ended is None for each in _jobs(runtime, session))
-
-    found = _journal.read(root, job.number)
-    frames = _journal.follow(root, job.number, goes_on) if follow and job.ended is None else found.frames
+def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
+    """Print what a job has printed, and with `follow` what it prints until it has ended."""
+    snapshot = line.ask(wire.WatchJob(job=job))
+    goes_on = follow and snapshot.end is None
+    if not goes_on:
+        # While this prints, nothing is to be kept for it.
+        line.ask(wire.UnwatchJob(job=job))
+    output = _Output(OutputFilter.of(snapshot.options))
     try:
-        for raw in frames:
-            output.take(decode_folded(raw))
-        if output.any:
-            output.name_dropped(_journal.read(root, job.number).dropped)
-        else:
-            # It has been over for long, or was for a moment only: there is what a view would show.
-            answer = runtime.ask(wire.WatchJob(job=job.number))
-            output.take_state(decode_state(answer.state))
+        output.catch_up(decode_state(snapshot.state), snapshot.end.logs if snapshot.end else snapshot.logs)
+        while goes_on and (frame := line.next()) is not None:
+            match frame[2]:
+                case wire.JobRefreshed(state=state, logs=files):
+                    output.catch_up(decode_state(state), files)
+                case wire.JobEnded():
+                    goes_on = False
+                case message:
+                    output.take(message)
     finally:
         output.end()
+
+
+@dataclass(slots=True)
+class _PrintedSoFar:
+    """What has been printed of a rank in one attempt: so many displays, and its files up to these offsets."""
+
+    displays: int = 0
+    ends: dict[Stream, int] = field(default_factory=dict)
 
 
 class _Output:
     """Prints the output of ranks, each line with its rank; a line is printed once it is whole."""
 
-    def __init__(self) -> None:
-        self.any = False
-        """Whether there was any message."""
+    def __init__(self, shown: OutputFilter) -> None:
+        self._filter = shown
+        self._attempt = 0
+        self._shown: dict[tuple[int, int], _PrintedSoFar] = {}
+        """By attempt and rank."""
+        self._notices: set[str] = set()
         self._begun: dict[tuple[int, Stream], str] = {}
         self._unwritten: dict[int, int] = {}
 
     def take(self, message: object) -> None:
-        self.any = True
+        """Print a folded message."""
         match message:
-            case Printed(rank=rank, stream=stream, text=text):
+            case AttemptStarted(number=number):
+                self._attempt = max(number, self._attempt)
+            case Printed(rank=rank, stream=stream, text=text, end=end):
+                self._of(rank).ends[stream] = end
                 self._write(rank, stream, text)
             case Displayed(rank=rank, data=data, update=False):
+                self._of(rank).displays += 1
                 self._show(rank, data)
+            case Cleared(rank=rank):
+                self._of(rank).displays = 0
             case Noticed(text=text):
-                self._print(Stream.STDERR, text)
+                self._notice(text)
+            case Remarked(rank=rank, text=text):
+                self._notice(f"rank {rank}: {text}")
             case Unwritten(rank=rank, size=size):
                 self._unwritten[rank] = size
             case _:
                 pass
 
-    def take_state(self, state: RunState) -> None:
+    def _of(self, rank: int) -> _PrintedSoFar:
+        return self._shown.setdefault((self._attempt, rank), _PrintedSoFar())
+
+    def catch_up(self, state: RunState, logs: Mapping[int, Iterable[wire.RankLogFiles]]) -> None:
+        """Print what a job has printed so far, and this has not: at first, and if it was slow to read."""
         for text in state.notices:
-            self._print(Stream.STDERR, text)
-        for rank, known in state.ranks.items():
-            transcript = known.transcript
-            self._unwritten[rank] = known.unwritten
+            if text not in self._notices:
+                self._notice(text)
+        for attempt in state.attempts:
+            self._attempt = attempt.number
+            files = {each.rank: each for each in logs.get(attempt.number, ())}
+            for rank, known in attempt.ranks.items():
+                self._unwritten[rank] = known.unwritten
+                self._catch_up(rank, known.transcript, files.get(rank))
+
+    def _catch_up(self, rank: int, transcript: Transcript, files: wire.RankLogFiles | None) -> None:
+        whole = not (transcript.omitted or transcript.omitted_displays or transcript.clears)
+        if (self._attempt, rank) not in self._shown and (
+            whole or files is None or not Path(files.stdout).exists()
+        ):
             self._take_entries(rank, transcript.head)
-            lost = Dropped(
-                rank,
-                transcript.omitted,
-                transcript.omitted_lines,
-                transcript.omitted_displays,
-                why="only the first and the last output is kept of older jobs",
-            )
-            if transcript.omitted or transcript.omitted_displays:
-                self.name_dropped([lost])
+            lines = max(transcript.omitted_lines, int(transcript.omitted > 0))
+            self._left_out(rank, lines, transcript.omitted_displays, "its log is gone")
             self._take_entries(rank, transcript.tail)
+        else:
+            self._take_files(rank, files)
+            self._take_displays(rank, transcript)
+        shown = self._of(rank)
+        shown.displays = len(transcript.displays) + transcript.omitted_displays
+        if files is not None:
+            shown.ends = {stream: place_in_file(files, stream)[2] for stream in Stream}
+
+    def _take_files(self, rank: int, files: wire.RankLogFiles | None) -> None:
+        for stream in Stream:
+            if files is None or not self._filter.shows(files.local_rank, stream):
+                continue
+            path, start, end = place_in_file(files, stream)
+            try:
+                for text in pieces(path, max(start, self._of(rank).ends.get(stream, 0)), end):
+                    self._write(rank, stream, text)
+            except FileNotFoundError:
+                self._print(Stream.STDERR, f"[rank {rank}] {stream} left out: its log is gone")
+
+    def _take_displays(self, rank: int, transcript: Transcript) -> None:
+        there, before = transcript.displays, self._of(rank).displays
+        total = len(there) + transcript.omitted_displays
+        new = total - before if total >= before else total  # fewer: they have been cleared since
+        self._left_out(rank, 0, new - len(there), f"the last {len(there)} are kept")
+        for display in there[max(len(there) - new, 0) :]:
+            self._show(rank, display.data)
 
     def _take_entries(self, rank: int, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -144,16 +199,10 @@ class _Output:
             else:
                 self._show(rank, entry.data)
 
-    def name_dropped(self, dropped: Iterable[Dropped]) -> None:
-        for each in dropped:
-            lines = max(each.lines, int(each.characters > 0))
-            what = [plural(lines, "line")] if lines else []
-            if each.displays:
-                what.append(plural(each.displays, "display"))
-            if each.points:
-                what.append(plural(each.points, "logged number"))
-            if what:
-                self._print(Stream.STDERR, f"[rank {each.rank}] {' and '.join(what)} left out: {each.why}")
+    def _left_out(self, rank: int, lines: int, displays: int, why: str) -> None:
+        what = [plural(count, word) for count, word in ((lines, "line"), (displays, "display")) if count > 0]
+        if what:
+            self._print(Stream.STDERR, f"[rank {rank}] {' and '.join(what)} left out: {why}")
 
     def end(self) -> None:
         """Print lines that have no end, and what no file has."""
@@ -177,6 +226,10 @@ class _Output:
         text = "".join(plain) if isinstance(plain, list) else plain
         for line in str(text or f"<{', '.join(data)}>").splitlines():
             self._print(Stream.STDOUT, f"[rank {rank}] {line}".rstrip())
+
+    def _notice(self, text: str) -> None:
+        self._notices.add(text)
+        self._print(Stream.STDERR, text)
 
     def _print(self, stream: Stream, line: str) -> None:
         ours = {Stream.STDOUT: sys.stdout, Stream.STDERR: sys.stderr}[stream]

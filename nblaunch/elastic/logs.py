@@ -54,6 +54,11 @@ class _File:
                 self.position += len(data)
                 yield self.decoder.decode(data)
 
+    @property
+    def printed(self) -> int:
+        """Where the text ends that was read; a character that is not whole yet is not."""
+        return self.position - (0 if self.decoder is None else len(self.decoder.getstate()[0]))
+
     def free(self, end: int) -> None:
         """Give back the room of what was read before `end`."""
         self.freed = free(self.path, self.freed, min(end, self.position))
@@ -95,6 +100,11 @@ class LogTail:
         """Whether the last `poll` read all text that was there."""
         return all(file.position >= file.seen for file in self._files.values())
 
+    @property
+    def printed(self) -> Offsets:
+        """Where the text ends that was read."""
+        return Offsets(*(file.printed for file in self._files.values()))
+
     def up_to(self, offsets: Offsets) -> Iterator[Printed]:
         """Yield the text before a moment in the rank's life."""
         yield from self._read(Stream.STDOUT, offsets.stdout)
@@ -124,7 +134,7 @@ class LogTail:
         file = self._files[stream]
         for text in file.read(end):
             if text:
-                yield Printed(rank=self._rank, stream=stream, text=text, end=file.position)
+                yield Printed(rank=self._rank, stream=stream, text=text, end=file.printed)
         if self._bounded:
             file.free(file.position - MOST_BYTES)
         if self._brief:

@@ -425,6 +425,10 @@ class WorkerGroup:
         """End a job that these ranks have not been given."""
         self._hub.call(lambda: self._end(job) if job is not self.job else None)
 
+    def logs_so_far(self, job: Job) -> dict[int, tuple[RankLogFiles, ...]]:
+        """Return the log files of a job as far as its state has what is in them; on the hub's thread."""
+        return self._logs.so_far(job.logs)
+
     def free_logs(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
         """Give back the room of logs that are older than those of the oldest job; on the hub's thread."""
         self._logs.free_before(oldest)

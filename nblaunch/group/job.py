@@ -144,6 +144,18 @@ class RankLogs:
                 elif rank in oldest[first]:
                     tail.free(oldest[first][rank].started)
 
+    def so_far(self, logs: Mapping[int, Mapping[int, RankLogFiles]]) -> dict[int, tuple[RankLogFiles, ...]]:
+        """Return the logs of a job; those of ranks that go on end where they have been read."""
+        return {
+            attempt: tuple(
+                replace(each, ended=self._tails[each.rank].printed)
+                if attempt == self._attempt and each.ended is None and each.rank in self._tails
+                else each
+                for each in ranks.values()
+            )
+            for attempt, ranks in logs.items()
+        }
+
     def stderr_of(self, rank: int) -> str:
         """Return the path of a rank's stderr; empty if it is not known."""
         known = self._present.get(rank)

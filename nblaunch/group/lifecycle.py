@@ -113,6 +113,10 @@ REFORMED = (
 NOT_IN_PLACE = "the process groups could not be formed again in place: "
 UNUSABLE_IN_PLACE = "cannot be used any more, although the groups go on"
 REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
+STEPPED = (
+    "an optimizer's step was queued on the GPU behind the interrupted collective, and ran with gradients "
+    "that were not summed: its parameters and its state are wrong. Load a checkpoint, or make these anew: "
+)
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
@@ -1066,6 +1070,8 @@ class _Step:
             if outcome.why_not:
                 self.note(f"{NOT_IN_PLACE}{outcome.why_not}")
             self.note(REFORMED_IN_PLACE if outcome.in_place else REFORMED)
+            if outcome.stepped:
+                self.note(f"{STEPPED}{outcome.stepped}")
         if outcome.dead:
             made = UNUSABLE_IN_PLACE if outcome.in_place else "made for a process group that is gone"
             self.note(f"{made}, with what revives each: {outcome.dead}")

@@ -155,6 +155,8 @@ class RecoveryOutcome(msgspec.Struct, frozen=True):
     """What went wrong in that, if it was tried."""
     dead: str = ""
     """The variables that belong to a group that is gone, and what revives each; empty if there are none."""
+    stepped: str = ""
+    """The optimizers and models whose step a GPU ran behind an aborted collective; "" if there are none."""
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -178,6 +180,7 @@ class Recovery(msgspec.Struct, frozen=True):
     began: float = 0.0
     waiting: frozenset[int] = frozenset()
     dead: Mapping[DeadVariable, tuple[int, ...]] = {}
+    stepped: Mapping[str, tuple[int, ...]] = {}
     overdue_at: float | None = None
     """When ranks that are not ready are asked whether they still recover, or were asked long enough ago."""
     until: float = 0.0
@@ -290,18 +293,23 @@ class Recovery(msgspec.Struct, frozen=True):
             failed = f"the process group could not be formed again on rank {rank}: {message.error}"
         waiting = self.waiting - {rank}
         dead = {**self.dead, **{each: (*self.dead.get(each, ()), rank) for each in message.dead}}
+        stepped = {**self.stepped, **{each: (*self.stepped.get(each, ()), rank) for each in message.stepped}}
         # After a failure the others may wait for this one in the barrier, for as long as a group's timeout.
         if waiting and not failed:
-            return replace(self, waiting=waiting, dead=dead), None
+            return replace(self, waiting=waiting, dead=dead, stepped=stepped), None
         remedies = _remedies(dead, len(self.members))
+        names = ", ".join(f"{each}{_where(on, len(self.members))}" for each, on in stepped.items())
         return self.abandoned(), RecoveryOutcome(
-            self.reform, failed, self.unfit, message.in_place, message.why_not, remedies
+            self.reform, failed, self.unfit, message.in_place, message.why_not, remedies, names
         )
 
 
 def _remedies(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:
-    where = {each: "" if len(on) == members else f" on {format_ranks(on)}" for each, on in dead.items()}
-    return ", ".join(f"{each.name}{where[each]} ({each.remedy})" for each in dead)
+    return ", ".join(f"{each.name}{_where(on, members)} ({each.remedy})" for each, on in dead.items())
+
+
+def _where(on: tuple[int, ...], members: int) -> str:
+    return "" if len(on) == members else f" on {format_ranks(on)}"
 
 
 def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:

@@ -9,6 +9,7 @@ Nothing here starts a thread, opens a socket or loads torch. What has not been a
 
 Modules, each after those that it imports:
 
+    markup      HTML pieces: escaped text, colours, states, rows of a table
     svg         the elements that drawings in a saved notebook are made of
     curves      what ranks have logged, folded: a band over the ranks, and who is apart
     charts      these curves as drawings

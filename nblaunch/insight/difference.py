@@ -6,20 +6,18 @@ of theirs: bounded where it is made, escaped where it becomes HTML.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nblaunch.insight import markup
 from nblaunch.protocol.reports import format_ranks, plural
 
 _GROUPS_SHOWN = 8
 _LACKING = "only on "
-_GREEN, _RED = "#238b45", "#dc403b"
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
 _LEAST_WIDTHS = (";min-width:4em", "", "")
 """A name may break anywhere: on a narrow page it would be one character wide."""
-_CODE = "padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,33 +173,27 @@ class Difference:
     def _repr_html_(self) -> str:
         """Show a table in a notebook (an IPython protocol); no script, no style sheet."""
         rows = "".join(self._html_row(row) for row in self.rows)
-        ranks = html.escape(format_ranks(self.ranks))
+        ranks = markup.escaped(format_ranks(self.ranks))
         table = f'<table style="border-collapse:collapse;font-size:inherit">{rows}</table>'
         return f"<div>compared: {ranks}</div>{table}"
 
     def _html_row(self, row: Compared) -> str:
-        colour, sign, word = (_GREEN, "✓", "equal") if row.equal else (_RED, "✗", "differs")
-        # The second declaration takes the contrast from 4.3 to above 4.5, where the browser can mix.
-        style = f"color:{colour};color:color-mix(in srgb,{colour} 75%,currentcolor);white-space:nowrap"
+        colour, sign, word = (markup.GREEN, "✓", "equal") if row.equal else (markup.RED, "✗", "differs")
+        style = f"{markup.color(colour)};white-space:nowrap"
         cells = [
-            _code(row.name),
+            markup.code(row.name),
             f'<span style="{style}">{sign} {word}</span>',
             "".join(f"<div>{part}</div>" for part in self._html_parts(row)),
         ]
         parts = zip(_LEAST_WIDTHS, cells, strict=True)
-        return "<tr>" + "".join(f'<td style="{_CELL}{least}">{cell}</td>' for least, cell in parts) + "</tr>"
+        return markup.row("td", ((f"{_CELL}{least}", cell) for least, cell in parts))
 
     def _html_parts(self, row: Compared) -> Iterator[str]:
         if not row.equal:
-            where = f"<strong>{_code(row.path)}</strong>: " if row.path != row.name else ""
+            where = f"<strong>{markup.code(row.path)}</strong>: " if row.path != row.name else ""
             if row.what != "differs":  # the cell beside it says so
-                yield f"{where}{html.escape(row.what)}"
+                yield f"{where}{markup.escaped(row.what)}"
             if row.partition:
-                yield html.escape(row.partition)
+                yield markup.escaped(row.partition)
         for line in row.details:
-            yield f'<span style="opacity:.85">{_code(line)}</span>'
-
-
-def _code(text: str) -> str:
-    """Return text that a rank is the author of: notebooks typeset `$...$` elsewhere, but not in here."""
-    return f'<code style="{_CODE}">{html.escape(text)}</code>'
+            yield f'<span style="opacity:.85">{markup.code(line)}</span>'

@@ -6,9 +6,10 @@ in a dark theme. What is given as text is escaped.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Sequence
+
+from nblaunch.insight.markup import escaped
 
 COLOURS = ("#3b7dd8", "#d9792b", "#3f9a54", "#c7483f", "#8a64c8", "#8f6a53", "#c862a4", "#6f7780")
 """For series and kinds of work: at least 3:1 against a white and against a dark page."""
@@ -20,7 +21,7 @@ _SCIENTIFIC_BELOW, _SCIENTIFIC_FROM = 1e-4, 1e6
 def document(width: float, height: float, parts: Iterable[str], *, label: str) -> str:
     """Return an `<svg>` element of these parts; screen readers say `label`."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{_escaped(label)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escaped(label)}" '
         f'width="{coordinate(width)}" height="{coordinate(height)}" '
         f'viewBox="0 0 {coordinate(width)} {coordinate(height)}" '
         f'style="max-width:100%;height:auto;display:block" font-family="inherit" fill="currentColor">'
@@ -36,7 +37,7 @@ def text(  # noqa: PLR0913 - a place, and how it looks
     extra = f" {more}" if more else ""
     return (
         f'<text x="{coordinate(x)}" y="{coordinate(y)}" font-size="{coordinate(size)}"{place}{extra}>'
-        f"{_escaped(words)}</text>"
+        f"{escaped(words)}</text>"
     )
 
 
@@ -48,7 +49,7 @@ def rectangle(  # noqa: PLR0913 - a place, a size and how it looks
         f'x="{coordinate(x)}" y="{coordinate(y)}" '
         f'width="{coordinate(width)}" height="{coordinate(height)}" fill="{colour}"'
     )
-    return f"<rect {place}><title>{_escaped(title)}</title></rect>" if title else f"<rect {place}/>"
+    return f"<rect {place}><title>{escaped(title)}</title></rect>" if title else f"<rect {place}/>"
 
 
 def line(  # noqa: PLR0913 - two points and how it looks
@@ -144,7 +145,3 @@ def number(value: float) -> str:
         shown = f"{value:.4g}"
         return f"{value:.0f}" if "e" in shown else shown
     return f"{value:.3g}"
-
-
-def _escaped(words: str) -> str:
-    return html.escape(words, quote=True)

@@ -5,10 +5,9 @@ Nothing in it depends on the page's theme: text has the page's own colour.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Sequence
 
-from nblaunch.insight import svg
+from nblaunch.insight import markup, svg
 from nblaunch.insight.intervals import Interval, clipped
 from nblaunch.insight.profile import Profile, Straggler
 from nblaunch.protocol.reports import plural
@@ -34,13 +33,12 @@ _NOTE = (
     "loading, sleep."
 )
 _STRAGGLER = 2
-_TABLE = "border-collapse:collapse;margin:4px 0;font-size:inherit"
 
 
 def render(profile: Profile) -> str:
     """Return the table, the drawing, and what may be wrong, as HTML; empty for a profile of nothing."""
     parts = [_table(profile), _drawing(profile), _clocks(profile)]
-    parts += [f"<div>{html.escape(line)}</div>" for line in profile.warnings[:_LINES]]
+    parts += [f"<div>{markup.escaped(line)}</div>" for line in profile.warnings[:_LINES]]
     return "".join(parts)
 
 
@@ -58,7 +56,7 @@ def _table(profile: Profile) -> str:
     left = len(profile.steps) - len(shown)
     below = f"<div>… {plural(left, 'step')} more in result.profile.summary …</div>" if left else ""
     note = f"<div>{_NOTE}</div>"
-    return f'<table style="{_TABLE}">{"".join(rows)}</table>{below}{note}'
+    return f'<table style="{markup.TABLE}">{"".join(rows)}</table>{below}{note}'
 
 
 def _worst(profile: Profile) -> list[int]:
@@ -79,15 +77,12 @@ def _cells(profile: Profile, step: int) -> tuple[str, ...]:
 
 def _named(late: Straggler) -> str:
     said = f"{late.seconds * 1e3:.2f} ms late at {late.operation}, after {late.before}"
-    return f"<strong>rank {late.rank}</strong> {html.escape(said)}"
+    return f"<strong>rank {late.rank}</strong> {markup.escaped(said)}"
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:
-    content = ""
-    for number, cell in enumerate(cells):
-        style = _TEXT_CELL if number == _STRAGGLER else _CELL
-        content += f'<{tag} style="{style}">{cell}</{tag}>'
-    return f"<tr>{content}</tr>"
+    styles = (_TEXT_CELL if number == _STRAGGLER else _CELL for number in range(len(cells)))
+    return markup.row(tag, zip(styles, cells, strict=True))
 
 
 # The drawing: the step with the latest straggler, and those beside it.

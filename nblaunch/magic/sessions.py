@@ -114,20 +114,14 @@ def on_its_nodes(options: LaunchOptions) -> LaunchOptions:
 def named(name: str | None) -> LiveSession:
     """Return an open session, the default or the only one for None. Raises `NblaunchError` if none fits."""
     sessions = opened()
-    if name is None and len(sessions) == 1:
-        return next(iter(sessions.values()))
     wanted = name or DEFAULT
-    if wanted in sessions:
-        return sessions[wanted]
-    if not sessions:
-        msg = (
-            f"session {wanted!r} was asked for, but no session is open. Start one: %distributed start -n 2"
-            f"{flag_of(wanted)}"
-        )
-        raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
-    there = directory.listed(sessions, wanted, "Say which with --session NAME.")
-    msg = f"session {wanted!r} was asked for, but the open ones are {there}"
-    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
+    return directory.one_of(
+        sessions,
+        None if name is None and len(sessions) == 1 else wanted,
+        asked=f"session {wanted!r}",
+        none=f"no session is open. Start one: %distributed start -n 2{flag_of(wanted)}",
+        some=("the open ones are", "Say which with --session NAME."),
+    )
 
 
 def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:

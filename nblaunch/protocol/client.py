@@ -35,7 +35,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 5
+CLIENT_PROTOCOL = 6
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""
@@ -348,6 +348,8 @@ class JobSnapshot(AnswerToClient, frozen=True):
     options: LaunchOptions
     questions: tuple[Asked, ...] = ()
     end: JobEnd | None = None
+    logs: dict[int, tuple[RankLogFiles, ...]] = {}
+    """Until its end: the log files by attempt; those of ranks that go on end where the state does."""
 
 
 class Looked(AnswerToClient, frozen=True):
@@ -630,6 +632,7 @@ class JobRefreshed(_Unasked, frozen=True):
     job: int
     state: bytes
     questions: tuple[Asked, ...] = ()
+    logs: dict[int, tuple[RankLogFiles, ...]] = {}
 
 
 class PayloadKept(_Unasked, frozen=True):

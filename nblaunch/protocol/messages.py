@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -565,6 +565,8 @@ class Recovered(_OfRank, frozen=True):
     """What went wrong in that, if it was tried: new groups have taken their places."""
     unusable: str = ""
     """CUDA's error, if this process cannot use CUDA any more."""
+    stepped: tuple[str, ...] = ()
+    """Optimizers and models, by name, whose step the GPU ran behind a collective that was aborted."""
 
 
 # About a rank, from the runtime itself

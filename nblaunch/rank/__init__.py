@@ -27,13 +27,12 @@ An interrupt: the control thread sends SIGINT to the main thread only while a jo
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
 A collective, which cannot be, is aborted (NCCL) or cut off (gloo). With `Preempt` before it, the rank saves.
 
-Output goes into two log files; what was written survives SIGKILL, what a full disk does not take is dropped
-and counted. Order between them, and between text and displays, travels as `Switched` and as `Offsets`.
+Output goes into two log files, which survive SIGKILL; `Switched` and `Offsets` tell its order to the hub.
 
 Invariants:
   * A rank ends when the hub sends Leave. One that failed stays until its peers have reported.
   * A job's payload is kept once it is whole on every rank of a session (`Arrived`, `Proceed`), or undone.
-  * Whatever a job raises becomes `Raised`; a rank that cannot even report writes to stderr and exits 1.
+  * Whatever a job raises becomes `Raised`; a rank that cannot report it writes to stderr and exits 1.
   * The user's code sees what torchrun's would: environment, signals, `__main__`, process groups.
   * Only this process is touched: children of the job are reaped here, and end with it.
 
@@ -41,6 +40,7 @@ Modules, each after those that it imports:
 
     environment      the environment, directory, limits and device that a rank begins with
     modules          the notebook's own modules on another machine
+    optimizer_steps  steps that a GPU still has to run when its collectives are aborted
     flight_recorder  torch's flight recorders: which collectives were begun, and which are open
     isolate          the first thing after the fork; reaps orphans; standard library only
     memory           memory of host and GPU: what a job used, and who holds what when an allocation fails

@@ -14,6 +14,7 @@ do it: its wrapper hides the backends.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import itertools
@@ -22,7 +23,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,8 @@ _BEGIN_DDP = "_ddp_init_helper"
 # torch registers "nccl" as one of two backends: who makes it tells which.
 _MAKES_GLOO, _MAKES_NCCL = "_create_gloo_process_group", "_create_nccl2_process_group"
 _NCCL_REVOKES = (2, 28)
+# Below which severity torch's C++ logs nothing.
+_LOGS, _LOG_LEVEL, _FATAL = "libc10.so", "FLAGS_caffe2_log_level", 3
 # Above the numbers of all recoveries.
 _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
@@ -216,6 +219,25 @@ def _of_nccl(group: Any) -> list[Any]:
     return [each for each in backends_of(group) if "nccl" in each.name()]
 
 
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Have torch's C++ log no errors.
+
+    A communicator that does not block answers a revoke with "in progress", which torch 2.15 takes for a
+    failure, and writes of it on standard error, for each group and each rank.
+    """
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(_LOGS, mode=os.RTLD_NOLOAD | os.RTLD_NOW), _LOG_LEVEL)
+    except (OSError, ValueError):  # another torch has it elsewhere
+        yield
+        return
+    before, level.value = level.value, max(level.value, _FATAL)
+    try:
+        yield
+    finally:
+        level.value = before
+
+
 def revoke() -> bool:
     """Have NCCL end what is under way in all groups, which stay; return whether all can be formed again.
 
@@ -238,10 +260,11 @@ def revoke() -> bool:
         for group in groups
         for backend in _of_nccl(group)
     ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    with _unlogged():
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
     return not failed
 
 

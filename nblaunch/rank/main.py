@@ -81,6 +81,7 @@ from nblaunch.rank import (
     flight_recorder,
     in_place,
     memory,
+    optimizer_steps,
     preempt,
     process_group,
     script,
@@ -297,6 +298,8 @@ class Rank:
         self._enter(Phase.PROCESS_GROUP)
         if self.orders.keep:
             in_place.accept_groups()
+            if self.device.type == "cuda":
+                optimizer_steps.follow()
         if prepare.backend is not None:
             process_group.form(prepare.backend, self.device, prepare.timeout, joins=prepare.joins)
             if process_group.rethrows_errors() and (warning := environment.unheard_timeouts()):
@@ -632,7 +635,8 @@ class Rank:
                 formed = process_group.form_again(order.number, self.device, cut)
                 dead = self.dead_variables.bury(found, lost=formed.lost if formed.in_place else None)
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
-                answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not)
+                stepped = self.dead_variables.names_of(formed.stepped)
+                answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not, stepped=stepped)
                 if self.phase is Phase.PROCESS_GROUP:
                     self._enter(Phase.READY)
             else:

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from nblaunch.capture import pickling
 from nblaunch.capture.identity import ObjectTable
 from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import DeadVariable, Objects
-from nblaunch.rank import process_group, shell
+from nblaunch.rank import optimizer_steps, process_group, shell
 from nblaunch.rank.stores import StoreNotes
 
 _MOST_NAMES = 10_000
@@ -306,6 +307,11 @@ class DeadVariables:
         if error is None or not self._dead or not _is_about_groups(error):
             return ()
         return tuple(dead for dead, _ in self._dead)[:_MOST_NAMED]
+
+    def names_of(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
+        """Return by which names the program knows these, and the models that they are for."""
+        found = optimizer_steps.names(optimizers, self._things()) if optimizers else ()
+        return found[:_MOST_NAMED]
 
     def _things(self) -> Iterator[tuple[str, object]]:
         """Yield the variables, their attributes and what they contain, one level down, by path."""

@@ -16,7 +16,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -24,9 +24,10 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.optim import Optimizer
 
 from nblaunch.protocol.messages import Tally
-from nblaunch.rank import flight_recorder, in_place
+from nblaunch.rank import flight_recorder, in_place, optimizer_steps
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _NAMES_PER_RECOVERY = 1_000_000
@@ -55,6 +56,8 @@ class Formed:
     """Models that do not go on with them, and why."""
     why_not: str = ""
     """What went wrong in forming them in place, if that was tried."""
+    stepped: Sequence[Optimizer] = ()
+    """Optimizers whose step the GPU ran behind an aborted collective."""
 
 
 class Groups:
@@ -108,6 +111,8 @@ _before: dict[tuple[str, str], int | None] = {}
 _aborting: threading.Thread | None = None
 _aborted: Groups | None = None
 """The groups as they were before an abort, with which torch forgets them."""
+_stepped: list[Optimizer] = []
+"""The optimizers whose step the GPU had not ended when an abort began."""
 
 
 def form(backend: str, device: torch.device, timeout: float | None = None, *, joins: bool = False) -> None:
@@ -148,13 +153,14 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> Fo
     (`new_group`, `DeviceMesh`) are gone with the old one. `cut` cuts the connections of the old groups.
     Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot be used any more.
     """
-    global _aborted, _cut_here, _ours
+    global _aborted, _cut_here, _ours, _stepped
     check_context(device, wait=False)
     _end_nccl()
     # After the abort: to NCCL a broken connection is an error, which its watchdog answers with an abort().
     cut()
     check_context(device)
-    formed = _form_again_in_place(number)
+    formed = replace(_form_again_in_place(number), stepped=_stepped)
+    _stepped = []
     if not formed.in_place:
         backends = {backend for _, backend in groups().counts()}
         leave()
@@ -332,6 +338,9 @@ def _end_nccl() -> None:
 
 
 def _abort(then: Callable[[], None]) -> None:
+    global _stepped
+    with contextlib.suppress(RuntimeError):  # CUDA is broken
+        _stepped = optimizer_steps.unfinished() or _stepped
     with contextlib.suppress(Exception):  # a group that is broken already cannot be aborted
         if not in_place.revoke():
             distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call

@@ -1,31 +1,34 @@
 """The jobs that a session has had: what is kept of each, and within which bounds.
 
+What a job has printed is in the log files of its ranks; of all else its last state is kept. Older states are
+on disk alone, which may hang or be full: a thread writes them, and one that is not written stays in memory.
+
 All is for the hub's thread, but `PastJob.snapshot`, which may read a file.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from msgspec.structs import replace
 
-from nblaunch import _journal
 from nblaunch._cgroups import tightest_memory
 from nblaunch._errors import NblaunchError
 from nblaunch._results import EventLog
 from nblaunch.capture.shared_memory import HeldPayload
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import JobEnd, JobRecord, JobSnapshot
-from nblaunch.protocol.messages import encode
+from nblaunch.protocol.messages import ProtocolError, encode
 from nblaunch.protocol.reports import size
 from nblaunch.protocol.state import RankState, RunState, decode_state, encode_state
 from nblaunch.protocol.transcript import Transcript, without_displays
 from nblaunch.runtime.jobs import RunningJob, without_values
-from nblaunch.runtime.journal import Journal
 
 _GIB = 1 << 30
 _STATE_BYTES = 64 << 20
@@ -33,6 +36,7 @@ _VALUE_BYTES = 4 * _GIB
 _SHARE = 4
 # How much longer the count of a rank's omitted displays gets.
 _COUNT_BYTES = 8
+_DISK_SECONDS = 10.0
 
 
 def most_values() -> int:
@@ -65,7 +69,8 @@ class PastJob:
     events: EventLog
     late: list[str]
     """Warnings since its end."""
-    directory: Path
+    file: Path
+    """Where its state is, once it is on disk."""
     state: RunState | None = None
     values: dict[tuple[int, str], HeldPayload] = field(default_factory=dict)
     taken: bool = False
@@ -77,11 +82,6 @@ class PastJob:
     def size(self) -> int:
         """The bytes of its values; those inside of the state count as its own."""
         return sum(sum(each.payload.sizes) for each in self.values.values() if each.payload.inline is None)
-
-    @property
-    def summary(self) -> JobSnapshot:
-        """All but its state."""
-        return JobSnapshot(job=self.record, state=b"", options=self.options, end=self.end)
 
     def drop(self, what: str) -> None:
         """Add to what is no longer kept."""
@@ -103,17 +103,34 @@ class PastJob:
         """Return all that is kept. Raises `NblaunchError` if the state is on disk no longer."""
         state = self.state
         if state is None:
-            stored = _journal.read(self.directory, self.record.number)
-            if stored.state is None or stored.record is None:
+            try:
+                state = decode_state(self.file.read_bytes())
+            except (OSError, ProtocolError):
                 msg = (
-                    f"job {self.record.number} ({self.record.title}) was kept in {self.directory}, and its "
+                    f"job {self.record.number} ({self.record.title}) was kept in {self.file.parent}, and its "
                     "files are gone. Run it again."
                 )
-                raise NblaunchError(msg)
-            state = decode_state(stored.state)
+                raise NblaunchError(msg) from None
         if self.dropped_values:
             state = without_values(state, f"it was dropped {self.dropped_values}")
-        return replace(self.summary, state=encode_state(state))
+        return JobSnapshot(job=self.record, state=encode_state(state), options=self.options, end=self.end)
+
+    def store(self) -> None:
+        """Move the state to the disk, if that takes it."""
+        new = self.file.with_suffix(".new")
+        try:
+            if self.state is not None:
+                new.write_bytes(encode_state(self.state))
+                new.rename(self.file)
+                self.state = None
+        except OSError:
+            with contextlib.suppress(OSError):
+                new.unlink()
+
+    def remove(self) -> None:
+        """Remove its file."""
+        with contextlib.suppress(OSError):
+            self.file.unlink(missing_ok=True)
 
 
 class Archive:
@@ -122,11 +139,9 @@ class Archive:
     Without `keep` a client has all of a job once it has ended, and only the record stays here.
     """
 
-    def __init__(
-        self, journal: Journal, directory: Path, *, keep: bool, bounds: Bounds | None = None
-    ) -> None:
-        """`directory` is the journal's."""
-        self._journal = journal
+    def __init__(self, directory: Path, *, keep: bool, bounds: Bounds | None = None) -> None:
+        """Write states in `directory`."""
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="nblaunch-archive")
         self._directory = directory
         self._keep = keep
         self._bounds = bounds or Bounds()
@@ -148,15 +163,14 @@ class Archive:
         """Take what is left of a job that has ended."""
         state = job.job.state
         assert job.end is not None  # noqa: S101 - it has ended
-        past = PastJob(job.record, job.order.options, job.end, job.events, job.job.late, self._directory)
+        file = self._directory / f"job-{job.number}"
+        past = PastJob(job.record, job.order.options, job.end, job.events, job.job.late, file)
         if self._keep:
             state, displays = bounded(state, self._bounds.state)
             past.state, past.values = state, job.job.taken_values()
             if displays:
                 past.drop(f"{displays} of the oldest displays")
-        if job.in_journal:
-            self._journal.end(job.number, encode_state(state), encode(past.summary))
-        if not self._keep:
+        else:
             past.end = replace(job.end, logs={})  # of thousands of ranks they are megabytes
         self._jobs[job.number] = past
         while len(self._jobs) > self._bounds.jobs:
@@ -172,21 +186,35 @@ class Archive:
 
     def close(self) -> None:
         """Forget all jobs: the session is over."""
-        self._keep = False
         for number in list(self._jobs):
             self._forget(number)
+        self._keep = False
+        self._disk.shutdown(wait=False)
+
+    def flush(self) -> None:
+        """Wait until nothing is written any more; on a thread that may wait."""
+        if self._keep:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._disk.submit(int).result(_DISK_SECONDS)
 
     def _forget(self, number: int) -> None:
-        self._jobs.pop(number).close()
-        self._journal.forget(number)
+        past = self._jobs.pop(number)
+        past.close()
+        if self._keep:
+            past.state = None
+            self._on_disk(past.remove)
         self.forgotten(number)
+
+    def _on_disk(self, act: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # no thread is left: the end of the next job tries again
+            self._disk.submit(act)
 
     def _free(self) -> None:
         """Free the memory of older jobs."""
         newest_first = list(reversed(self._jobs.values()))
         for past in newest_first[self._bounds.in_memory :]:
-            if past.state is not None and self._journal.written(past.record.number):
-                past.state = None
+            if past.state is not None:
+                self._on_disk(past.store)
         together = 0
         for past in newest_first:
             together += past.size

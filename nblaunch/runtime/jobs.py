@@ -24,7 +24,6 @@ from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import Observed
 from nblaunch.group.usage import SeenGpus
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
@@ -39,6 +38,7 @@ from nblaunch.protocol.client import (
     JobSnapshot,
     PayloadKept,
     Question,
+    RankLogFiles,
     RuntimeEvent,
 )
 from nblaunch.protocol.messages import (
@@ -46,60 +46,18 @@ from nblaunch.protocol.messages import (
     Asked,
     Dispatch,
     FromRank,
-    Measured,
-    Noticed,
     Payload,
     Prepare,
 )
 from nblaunch.protocol.state import Message, RankState, RunState, decode_state, encode_state
 from nblaunch.runtime.connections import ClientConnection
-from nblaunch.runtime.journal import Journal, counts_of
 from nblaunch.runtime.launch import own_directory
 from nblaunch.runtime.metrics_file import MetricsFile
 
 # A job that is over by then needs no thread that watches it.
 _YOUNG_SECONDS = 0.1
-# A job that is over by then, or has written less, is not worth a file unless it is kept.
-_JOURNAL_SECONDS = 0.5
-_UNWRITTEN = 1000
 # How long the end of a job waits for the file of its metrics: a disk may hang.
 _FILE_SECONDS = 10.0
-_UNWRITTEN_OF_A_RANK = 4
-
-
-class _Recording:
-    """The way of a job's messages into the journal, where they are from the first one on."""
-
-    def __init__(self, journal: Journal, number: int, state: bytes, ranks: int) -> None:
-        self._journal = journal
-        self._most = max(_UNWRITTEN, _UNWRITTEN_OF_A_RANK * ranks)
-        self._number = number
-        self._state = state
-        self._unwritten: list[tuple[Message, bytes]] = []
-        self._noticed = False
-        self.begun = False
-        """Whether the journal has the job."""
-
-    def begin(self) -> None:
-        self.begun = True
-        self._journal.begin(self._number, self._state)
-        for message, raw in self._unwritten:
-            self.take(message, raw)
-        self._unwritten.clear()
-
-    def take(self, message: Message, raw: bytes) -> None:
-        if not self.begun:
-            self._unwritten.append((message, raw))
-            if len(self._unwritten) > self._most:
-                self.begin()
-        elif not isinstance(message, Measured):
-            self._journal.write(self._number, raw, counts_of(message))
-
-    def first_loss(self) -> str:
-        """Return why output is lost, once."""
-        dropped = () if self._noticed else self._journal.dropped(self._number)
-        self._noticed = self._noticed or bool(dropped)
-        return dropped[0].why if dropped else ""
 
 
 class RunningJob:
@@ -151,7 +109,6 @@ class RunningJob:
         self._ending: Ending | None = None
         self._thread: threading.Thread | None = None
         self._interrupts = 0
-        self._recording: _Recording | None = None
         self.job = self._made(order, directory, tenure)
         path = order.options.metrics_file
         self._file = None if path is None or order.internal else MetricsFile(path)
@@ -194,18 +151,6 @@ class RunningJob:
             raise
         return dispatches
 
-    def write_to(self, journal: Journal, *, at_once: bool) -> None:
-        """Have the journal keep all messages, `at_once` or when the job turns out to take a while."""
-        self._recording = _Recording(journal, self.number, self.order.state, len(self.job.state.ranks))
-        self.job.listeners.append(self._recording.take)
-        if at_once:
-            self._recording.begin()
-
-    @property
-    def in_journal(self) -> bool:
-        """Whether the journal has its messages."""
-        return self._recording is not None and self._recording.begun
-
     # --- its course ----------------------------------------------------------------------------------
 
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
@@ -239,17 +184,8 @@ class RunningJob:
         young = _YOUNG_SECONDS if limit is None else min(limit, _YOUNG_SECONDS)
         if self._ending is not None and self.end is None and now - self._began >= young:
             self._watch()
-        if self._recording is not None:
-            self._look_at(self._recording, now)
         if self._file is not None and self._file_due is not None and now >= self._file_due:
             self._file_is_whole(None, f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
-
-    def _look_at(self, recording: _Recording, now: float) -> None:
-        if not recording.begun and now - self._began >= _JOURNAL_SECONDS:
-            recording.begin()
-        if recording.begun and self.group is not None and (why := recording.first_loss()):
-            text = f"the oldest output of this job is no longer kept for those who come later ({why})"
-            self.group.post(Observed(Noticed(text=text)))
 
     def _watch(self) -> None:
         if self._thread is None:
@@ -311,7 +247,7 @@ class RunningJob:
         self._brought.close()
         for connection in self.watchers:
             if connection.behind:
-                connection.event(JobRefreshed(job=self.number, state=encode_state(job.state)))
+                connection.event(self.refreshed(connection))
             connection.last_event(JobEnded(job=self.number, end=self.end))
         self._takers, self.watchers = self.watchers, set()
         self.over()
@@ -398,7 +334,22 @@ class RunningJob:
             options=self.order.options,
             questions=self.questions_for(connection),
             end=self.end,
+            logs={} if self.end is not None else self._log_files(),
         )
+
+    def refreshed(self, connection: ClientConnection) -> JobRefreshed:
+        """Return what a client needs that has missed what was folded."""
+        return JobRefreshed(
+            job=self.number,
+            state=encode_state(self.job.state),
+            questions=self.questions_for(connection),
+            logs=self._log_files(),
+        )
+
+    def _log_files(self) -> dict[int, tuple[RankLogFiles, ...]]:
+        if self.end is not None:
+            return self.end.logs
+        return {} if self.group is None else self.group.logs_so_far(self.job)
 
 
 def without_values(state: RunState, why: str) -> RunState:

@@ -18,8 +18,8 @@ from nblaunch._keeper import RUNTIME_LOG
 from nblaunch.elastic.forkserver import GivenServer, server_of_fork
 
 if TYPE_CHECKING:
+    from nblaunch._registry import Registration
     from nblaunch.group.hub import Hub
-    from nblaunch.runtime.registration import Registration
     from nblaunch.runtime.requests import RequestHandler
 
 # As mallopt takes them (malloc.h); without this the limit follows the largest block that was freed.
@@ -98,15 +98,16 @@ class _ShortLog(logging.StreamHandler[TextIO]):
 
 def serve(link: socket.socket, root: Path, server: GivenServer) -> None:
     """Serve the owner, at the other end of `link`, and all further clients, until one stops the runtime."""
+    from nblaunch._registry import Registration
     from nblaunch.group.runtime import LocalRuntime
+    from nblaunch.protocol.client import PROTOCOL
     from nblaunch.runtime.connections import Connections
-    from nblaunch.runtime.registration import Registration
     from nblaunch.runtime.requests import RequestHandler
 
     local = LocalRuntime(server)
     hub = local.hub
     token = secrets.token_hex(16)
-    registration = Registration(root, token, server)
+    registration = Registration(root, token, PROTOCOL, server.named)
     requests = RequestHandler(local, token, registration)
 
     def begin() -> None:

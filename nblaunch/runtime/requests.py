@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
+from nblaunch._registry import Owner, Registration
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic.forkserver import GivenServer
@@ -39,10 +40,8 @@ from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
 from nblaunch.runtime.connections import ClientConnection, Connections
 from nblaunch.runtime.jobs import Jobs, RunningJob
-from nblaunch.runtime.journal import Journal
 from nblaunch.runtime.launch import FreshRanks, HeldNodes, session_ranks
 from nblaunch.runtime.place import place
-from nblaunch.runtime.registration import Registration
 from nblaunch.runtime.sessions import RuntimeSession
 
 _log = logging.getLogger("nblaunch")
@@ -87,7 +86,6 @@ class RequestHandler:
         """torchelastic's events of the last jobs to which no result refers."""
         self._local = local
         self._hub = local.hub
-        self._journal = Journal(local.directory.root())
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nblaunch-work")
         self._closed = False
         self._methods: dict[type, Callable[[ClientConnection, Any], _Served]] = {
@@ -205,8 +203,7 @@ class RequestHandler:
     def caught_up(self, connection: ClientConnection) -> None:
         """Send the present state of its jobs to a client that was behind."""
         for job in self.jobs.watched_by(connection):
-            now = job.snapshot(connection)
-            connection.event(wire.JobRefreshed(job=job.number, state=now.state, questions=now.questions))
+            connection.event(job.refreshed(connection))
 
     def close(self) -> None:
         """End all sessions; on a thread that may wait."""
@@ -215,8 +212,6 @@ class RequestHandler:
             each.start()
         for each in threads:
             each.join()
-        # Nothing may write in the private directory while it is removed.
-        self._journal.close()
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -343,7 +338,7 @@ class RequestHandler:
         self.jobs.add(job)
         if session.nodes is not None:
             session.nodes.learn(request.order)
-        session.give(self._hub, job, self.jobs, self._journal)
+        session.give(self._hub, job, self.jobs)
         return wire.Given()
 
     def _past(self, number: int) -> PastJob | None:
@@ -432,7 +427,6 @@ class RequestHandler:
         if job is None:
             return
         job.release_values()
-        self._journal.forget(number)
         if not job.order.internal:
             self._events[number] = job.events
             while len(self._events) > _RELEASED_EVENTS:
@@ -453,17 +447,19 @@ class RequestHandler:
     # --- sessions ------------------------------------------------------------------------------------
 
     def _open(self, connection: ClientConnection, request: wire.OpenSession) -> _Served:
-        caller = Caller(connection.record.pid, connection.record.name)
+        record = connection.record
+        caller = Caller(record.pid, record.name)
+        owner = Owner(record.pid, record.name, record.notebook)
 
         def make() -> AnswerToClient:
-            self._registration.add(request.name, connection.record, detached=request.detached)
+            self._registration.add(request.name, owner, detached=request.detached)
             try:
                 ranks = session_ranks(self._local, request, caller, self._remark_to(connection))
             except BaseException:
                 if request.detached:
                     self._registration.remove()
                 raise
-            archive = Archive(self._journal, self._local.directory.root(), keep=request.detached)
+            archive = Archive(self._local.directory.root(), keep=request.detached)
             session = RuntimeSession(request, ranks, connection, archive)
             session.unused = self.changed.set
             if request.detached and isinstance(self._local.server, GivenServer):

@@ -40,7 +40,6 @@ from nblaunch.protocol.state import RankState, State
 from nblaunch.runtime.archive import Archive
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.jobs import Jobs, RunningJob
-from nblaunch.runtime.journal import Journal
 from nblaunch.runtime.launch import KeptRanks
 
 _CLOSE_SECONDS = 10.0
@@ -121,14 +120,12 @@ class RuntimeSession:
             by = "" if looks is None else f"{looks.name} (process {looks.pid})"
             raise NblaunchError(session_busy(self.name, looked_at_by=by), kind=FailureKind.SESSION_BUSY)
 
-    def give(self, hub: Hub, job: RunningJob, jobs: Jobs, journal: Journal) -> None:
+    def give(self, hub: Hub, job: RunningJob, jobs: Jobs) -> None:
         """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
         self.running = job
         self.unreleased.add(job.number)
         job.over = functools.partial(self._over, job, jobs)
         job.let_go = functools.partial(self._let_go, job.number)
-        if not job.order.internal:
-            job.write_to(journal, at_once=self.detached)
         job.begin(hub, self.group, self.prepare)
 
     def _let_go(self, number: int) -> None:
@@ -199,6 +196,8 @@ class RuntimeSession:
             self.group.stop()
             self.group.closed.wait(_CLOSE_SECONDS)
         self.group.close()
+        # Nothing may write in the private directory while it is removed.
+        self.archive.flush()
         self._leave_nodes()
 
     def record(self) -> SessionRecord:

@@ -23,10 +23,10 @@ from nblaunch._errors import OptionError
 from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
 from nblaunch._results import nodes_line
 from nblaunch.insight.curves import Curves
+from nblaunch.insight.markup import escaped
 from nblaunch.protocol.messages import EngineSaid
 from nblaunch.protocol.state import RunState, View
 from nblaunch.view.html import ROOT_STYLE, render_html
-from nblaunch.view.markup import escaped
 from nblaunch.view.output import Folded, folded
 from nblaunch.view.panel_ranks import Drawing
 from nblaunch.view.screen import plain

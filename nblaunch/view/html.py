@@ -13,15 +13,16 @@ from itertools import groupby
 
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.failures import Blame, blame
+from nblaunch.insight import markup
 from nblaunch.insight.charts import charts
 from nblaunch.insight.curves import Curves, curve_lines, lines_by_rank
-from nblaunch.protocol.messages import FailureRecord
+from nblaunch.protocol.messages import FailureRecord, Stream
 from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display
-from nblaunch.view import markup, summary
+from nblaunch.view import summary
 from nblaunch.view.alike import MOST_ROWS, devices, finest, is_whole, label, levels_of, sizes
-from nblaunch.view.markup import clipped, cost_of_text, fair_limit, shortened
+from nblaunch.view.budget import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.mime import balanced, embedded, kinds
 from nblaunch.view.output import (
     Folded,
@@ -35,7 +36,7 @@ from nblaunch.view.output import (
     omission_text,
     only_errors,
 )
-from nblaunch.view.screen import Line, colored, plain
+from nblaunch.view.screen import BOLD, COLOR, ITALIC, PLAIN, UNDERLINE, Line, colored, plain
 
 HTML_BUDGET = 680_000
 """Bytes of the whole HTML in a saved notebook, as near as can be estimated."""
@@ -72,7 +73,11 @@ ROOT_STYLE = (
     "font-family:var(--jp-ui-font-family,system-ui,sans-serif);"
     "font-size:var(--jp-ui-font-size1,13px);line-height:1.4;text-align:left"
 )
-_TABLE = "border-collapse:collapse;margin:4px 0;font-size:inherit"
+_TAGS = {BOLD: "b", ITALIC: "i", UNDERLINE: "ins"}
+_COLORS = ("", markup.RED, markup.GREEN, markup.YELLOW, markup.BLUE, markup.MAGENTA, markup.CYAN)
+_STDERR = (
+    f"font-style:normal;background:rgba(220,64,59,.12);border-left:3px solid {markup.RED};padding-left:4px"
+)
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
 _NARROW_CELL = f"{_CELL};white-space:nowrap"
 _LEAST_WIDTH = "min-width:16em"
@@ -162,7 +167,7 @@ def _traceback(failure: FailureRecord, limit: int) -> str:
     shown = colored(text)
     # Colours only where they fit too: a span around each character is possible.
     cost = sum(cost_of_line(line) for line in shown)
-    content = markup.lines(("", line) for line in shown) if cost <= 2 * limit else markup.escaped(plain(text))
+    content = _lines_of(("", line) for line in shown) if cost <= 2 * limit else markup.escaped(plain(text))
     return markup.pre(content) if text.strip() else ""
 
 
@@ -318,17 +323,17 @@ def _rows_of_cells(rows: Sequence[tuple[str, ...]], *, few: bool = True) -> str:
     columns = [index for index in range(len(_COLUMNS)) if index in _ALWAYS or any(row[index] for row in rows)]
     head = _row("th", (_COLUMNS[index] for index in columns), few=few)
     body = "".join(_row("td", (row[index] for index in columns), few=few) for row in rows)
-    return f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>'
+    return f'<table style="{markup.TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 
 def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
     """Return a row; where there are many rows, with short styles."""
-    content = ""
-    for number, cell in enumerate(cells):
+
+    def style(number: int, cell: str) -> str:
         narrow = tag == "th" or (number < _NARROW_COLUMNS and "<wbr>" not in cell)
-        style = (_NARROW_CELL if narrow else _CELL) if few else _SMALL_CELL
-        content += f'<{tag} style="{style}">{cell}</{tag}>'
-    return f"<tr>{content}</tr>"
+        return (_NARROW_CELL if narrow else _CELL) if few else _SMALL_CELL
+
+    return markup.row(tag, ((style(number, cell), cell) for number, cell in enumerate(cells)))
 
 
 def _cells(ranks: Sequence[_Shown], *, few: bool = True) -> tuple[str, ...]:
@@ -557,7 +562,7 @@ def _blocks(output: Folded) -> Iterator[str]:
         rows = list(group)
         if is_line:
             lines = ((named[row.ranks], row.item) for row in rows if isinstance(row.item, Line))
-            yield markup.pre(markup.lines(lines))
+            yield markup.pre(_lines_of(lines))
             continue
         for ranks, item in ((row.ranks, row.item) for row in rows):
             match item:
@@ -567,3 +572,27 @@ def _blocks(output: Folded) -> Iterator[str]:
                 case Display():
                     label = f"<div>{named[ranks]}</div>" if named[ranks] else ""
                     yield f'<div style="margin:4px 0">{label}{embedded(item) or ""}</div>'
+
+
+def _lines_of(shown: Iterable[tuple[str, Line]]) -> str:
+    """Return lines with their colours, each after a prefix that is HTML, for use in a `pre`."""
+    return "\n".join(before + _line(line) for before, line in shown)
+
+
+def _line(line: Line) -> str:
+    content = "".join(_run(style, text) for style, text in line.runs)
+    if line.stream is Stream.STDERR and content:
+        # Where styles are dropped it is slanted.
+        return f'<em title="stderr" style="{_STDERR}">{content}</em>'
+    return content
+
+
+def _run(style: int, text: str) -> str:
+    if style == PLAIN:
+        return markup.escaped(text)
+    content = markup.escaped(text)
+    for flag, tag in _TAGS.items():
+        content = f"<{tag}>{content}</{tag}>" if style & flag else content
+    return (
+        f'<span style="{markup.color(_COLORS[style & COLOR])}">{content}</span>' if style & COLOR else content
+    )

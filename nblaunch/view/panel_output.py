@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
-from nblaunch.view.markup import fair_limit
+from nblaunch.view.budget import fair_limit
 from nblaunch.view.mime import live
 from nblaunch.view.output import latest
 from nblaunch.view.screen import PLAIN, WIDEST, Line, LiveScreen, OpenLine

@@ -10,11 +10,12 @@ from typing import NotRequired, TypedDict
 from nblaunch._results import nodes_line, time_is_short
 from nblaunch.diagnose.failures import blame
 from nblaunch.insight.curves import Curves
+from nblaunch.insight.markup import ICONS
 from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import HangReport, by_host, plural, ranks_on
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
 from nblaunch.view import summary
-from nblaunch.view.markup import ICONS, clipped, cost_of_text, shortened
+from nblaunch.view.budget import clipped, cost_of_text, shortened
 from nblaunch.view.output import last_line
 from nblaunch.view.panel_curves import CurveFeed, CurveNews
 from nblaunch.view.panel_output import Feed, News, PanelPiece, piece_of

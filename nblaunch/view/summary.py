@@ -17,7 +17,7 @@ from nblaunch.protocol.messages import FailureRecord, FrameRecord
 from nblaunch.protocol.reports import HangReport, by_host, format_ranks, held_lines, plural, ranks_by_answer
 from nblaunch.protocol.state import AttemptState, RunState, hosts_of
 from nblaunch.view.alike import MOST_ROWS, named
-from nblaunch.view.markup import shortened
+from nblaunch.view.budget import shortened
 from nblaunch.view.output import by_rank
 from nblaunch.view.screen import plain
 

@@ -12,7 +12,7 @@ from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import summary
 from nblaunch.view.alike import beside, in_columns, named
-from nblaunch.view.markup import cost_of_text, fair_limit, shortened
+from nblaunch.view.budget import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import (
     Folded,
     Omission,

@@ -153,7 +153,10 @@ def test_ranks_that_have_done_a_different_number_are_put_right(session):
         ("for _ in range(2 - rank): dist.all_reduce(torch.full((1,), 1000.0, device=device))", None),
         ("dist.all_reduce(torch.full((1,), 1000.0, device=device))", [0]),
         (
-            "own = dist.new_group([0, 1])\nif rank == 0: dist.broadcast(torch.ones(1).to(device), 0, own)",
+            (
+                "own = dist.new_group([0, 1])\nt = torch.ones(1).to(device)\n"
+                "for _ in range(2 - rank): dist.broadcast(t, 0, own)"
+            ),
             None,
         ),
     ],
@@ -241,6 +244,26 @@ for _ in range(100):
     dist.all_reduce(t, group=group)
     t.item()
 """
+
+
+def test_an_optimizer_whose_step_was_queued_behind_an_interrupted_collective_is_named(session):
+    """A GPU then runs it. It has no kernels here: those of a simulated GPU wait in the call."""
+    cell(
+        session,
+        """
+        model = torch.nn.Linear(2, 1).to(device)
+        opt, other = (torch.optim.SGD(model.parameters()) for _ in range(2))
+        other.step()
+        reduced()
+        """,
+    )
+    failed = cell(session, f"if rank == 1: raise ValueError('x')\n{POST}; opt.step()")
+    assert failed.warnings == (REFORMED, f"{lifecycle.STEPPED}model on rank 0, opt on rank 0")
+    failed = cell(
+        session, f"opt.step()\nif rank == 1: raise ValueError('x')\n{POST}; torch.cuda.synchronize()"
+    )
+    assert failed.warnings == (REFORMED,)
+    cell(session, "del model, opt, other")
 
 
 # --- what is gone is named -------------------------------------------------------------------------
@@ -491,9 +514,10 @@ def test_a_heal_that_takes_longer_than_the_grace_period_keeps_the_variables_and_
 def test_a_session_with_an_open_operation_ends_within_two_seconds(ranks):
     """A receive that nobody sends for; NCCL's own end would wait for it."""
     with nblaunch.Session(2, timeout=60) as session:
-        # The first send connects the two, for which NCCL before torch 2.13 waits.
+        # The first send each way connects the two, for which NCCL waits.
         cell(session, SETUP + "t = torch.ones(1).to(device)")
         cell(session, "dist.send(t, 1) if rank == 0 else dist.recv(t, 0)")
+        cell(session, "dist.send(t, 0) if rank == 1 else dist.recv(t, 1)")
         session.cell(
             "t = torch.ones(1, device=device); work = dist.irecv(t, 1 - rank)", namespace={}, ranks=ranks
         )

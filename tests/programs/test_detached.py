@@ -172,15 +172,17 @@ STOPS = {
 )
 @pytest.mark.parametrize("how", STOPS)
 def test_nothing_is_left_of_a_session_that_is_stopped(detached_kernels, eventually, free, how):
-    """Neither of what it has kept: a large value, and files of a job that took a while."""
+    """Neither of what it has kept: a large value, and the file of an older job."""
     kernel = detached_kernels()
     kernel.ok("%distributed start -n 2 --detach --session train")
     left = Left("train")
     cell = kernel.submit(f"{waiting(free)}\nbytes(10_000_000)")
     eventually(lambda: running("train"), "the job runs")
-    eventually(lambda: list(Path(left.entry.root).glob("job-*")), "the job has files")
     free.touch()
     assert cell.finish().error is None
+    for number in range(3):
+        kernel.ok(f"%%distributed\n{number}")
+    eventually(lambda: list(Path(left.entry.root).glob("job-*")), "the first job has a file")
     if "started" not in how:
         kernel.kill()
         eventually(lambda: directory.sessions()[0].client is None, "the client has gone")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from patience import eventually
 
 import nblaunch
-from nblaunch import NblaunchError, _journal
+from nblaunch import NblaunchError
 from nblaunch.client import boot
 from nblaunch.client.local import local
 from nblaunch.protocol import client as wire
@@ -63,6 +64,17 @@ def flood(megabytes, go_on):
     return "done"
 
 
+def gated(begin, megabytes, go_on):
+    """Print one line, and once `begin` is there a flood of numbered ones."""
+    print(-1, flush=True)
+    while not Path(begin).exists():
+        time.sleep(0.01)
+    for number in range(megabytes * 1024):
+        print(number, "x" * 1018)
+    while not Path(go_on).exists():
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def detached(place):
     """Give `detached(**options)`: detached sessions, which are closed at the end of the test."""
@@ -87,12 +99,12 @@ def root_of(session) -> Path:
 
 
 def files(root) -> list[str]:
-    # Directories come and go meanwhile.
-    found = []
-    for directory in root.glob("job-*"):
-        with contextlib.suppress(FileNotFoundError):
-            found += [str(path.relative_to(root)) for path in directory.iterdir()]
-    return sorted(found)
+    return sorted(path.name for path in root.glob("job-*"))
+
+
+def running(name: str) -> str:
+    """Return the title of the job that a session runs."""
+    return next((each.running for each in nblaunch.sessions() if each.name == name), "")
 
 
 def state_of(session, number):
@@ -115,14 +127,8 @@ def test_the_last_fifty_jobs_are_kept_whatever_becomes_of_their_results(detached
     unknown = rf"^job {first.number} is not known here: .*\. Look in session\.jobs for those that a detached"
     with pytest.raises(NblaunchError, match=unknown):
         first.result()
-    states = [f"job-{job.number}/state" for job in session.jobs]
-
-    def as_many_as_kept() -> bool:
-        found = files(root_of(session))
-        kept = {name for name in found if name.endswith("/state")}
-        return kept == set(states) and len(found) == MOST_JOBS + 2 * IN_MEMORY
-
-    eventually(as_many_as_kept, "older ones have one file, their last state")
+    states = sorted(f"job-{job.number}" for job in session.jobs[:-IN_MEMORY])
+    eventually(lambda: files(root_of(session)) == states, "older ones have one file, their last state")
 
 
 def test_an_older_job_is_read_from_its_file_and_is_the_same(detached):
@@ -130,12 +136,12 @@ def test_an_older_job_is_read_from_its_file_and_is_the_same(detached):
     session.run(printed, (0,))
     (job,) = session.jobs
     before = state_of(session, job.number)
-    for number in range(1, IN_MEMORY + 1):
+    file = root_of(session) / f"job-{job.number}"
+    for number in range(1, IN_MEMORY):
         session.run(printed, (number,))
-        file = root_of(session) / f"job-{session.jobs[-1].number}" / "state"
-        eventually(file.exists, "the state is on disk")
+    assert not file.exists()
     session.run(printed, (9,))
-    file = root_of(session) / f"job-{job.number}" / "state"
+    eventually(file.exists, "the state is on disk")
     assert state_of(session, job.number) == before
     file.unlink()
     with pytest.raises(NblaunchError, match=r"its files are gone\. Run it again"):
@@ -151,7 +157,6 @@ def test_a_job_is_kept_though_its_client_releases_it_while_it_runs(detached, tmp
     session._live._runtime.note(wire.ReleaseJob(job=job.number, pid=os.getpid()))
     (tmp_path / "go").touch()
     handle.result()
-    eventually((root_of(session) / f"job-{job.number}" / "state").exists, "its journal goes on")
     assert session.jobs[0].result().ranks[0].stdout.startswith("line 0\nline 1\n")
 
 
@@ -219,7 +224,6 @@ def flood(directory, megabytes):
 
 if __name__ == "__main__":
     with nblaunch.Session(2, name="stopped", detach=True) as session:
-        print(session._live._runtime.root, flush=True)
         result = session.run(flood, (sys.argv[1], int(sys.argv[2])))
         print(result.values, [each.transcript.written >> 20 for each in result.state.ranks.values()])
 """
@@ -232,12 +236,11 @@ def test_a_client_that_was_stopped_at_the_end_has_the_whole_result(tmp_path, meg
     program.write_text(CLIENT)
     words = [sys.executable, str(program), str(tmp_path), str(megabytes)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as client:
-        root = Path(client.stdout.readline().strip())
         eventually(lambda: all((tmp_path / f"begun-{rank}").exists() for rank in range(RANKS)), "it runs")
         client.send_signal(signal.SIGSTOP)
         try:
             (tmp_path / "go").touch()
-            eventually(lambda: list(root.glob("job-*/state")), "the job has ended", seconds=60)
+            eventually(lambda: not running("stopped"), "the job has ended", seconds=60)
             # Nothing outside shows it: by now the runtime takes the client for one that does not read.
             time.sleep(_BEHIND_SECONDS + 0.5)
         finally:
@@ -261,23 +264,19 @@ def test_a_value_is_there_after_the_ranks_that_have_returned_it(detached):
     assert [job.result().values[0] for job in session.jobs[1:]] == [2, 3]
 
 
-# --- the journal -----------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------
 
 
-def test_the_journal_of_a_bound_session_goes_with_the_result(tmp_path):
+def test_a_bound_session_leaves_no_file_for_those_who_come_later(tmp_path):
     with nblaunch.Session(RANKS, name="bound") as session:
-        session.run(printed, (0,))
-        root = root_of(session)
-        assert list(root.glob("job-*")) == []
         handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 5))
-        eventually(lambda: files(root) != [], "a job that takes a while has files")
+        eventually(lambda: "[rank 1] line 3\n" in logs("bound").stdout, "its output so far, from the start")
         (tmp_path / "go").touch()
         result = handle.result()
-        eventually(lambda: any(name.endswith("/state") for name in files(root)), "its end is there")
-        found = _journal.read(root, int(next(root.glob("job-*")).name.removeprefix("job-")))
-        assert b"line 0\n" in b"".join(found.frames), "what it printed before it had files, too"
+        for number in range(IN_MEMORY + 1):
+            session.run(printed, (number,))
+        assert files(root_of(session)) == []
         del result, handle
-        eventually(lambda: list(root.glob("job-*")) == [], "the files are gone")
 
 
 def test_fresh_ranks_leave_no_files(tmp_path):
@@ -298,25 +297,26 @@ def small_disk(monkeypatch, tmp_path):  # noqa: ARG001 - which lies elsewhere
         place.rmdir()
 
 
-def noticed(session):
-    return state_of(session, session.jobs[0].number).notices
-
-
-def test_a_full_disk_drops_the_oldest_output_and_the_run_goes_on(detached, small_disk, tmp_path):
+def test_where_the_private_disk_is_full_nothing_is_lost_of_what_has_its_logs_elsewhere(
+    detached, small_disk, tmp_path
+):
     session = detached(log_dir=str(tmp_path / "logs"))
     assert root_of(session).parent == small_disk
-    handle = session.submit(flood, (12, tmp_path / "go"))
-    eventually(lambda: session.jobs and noticed(session), "there is a notice")
+    full = small_disk / "others"
+    with contextlib.suppress(OSError), full.open("wb") as file:
+        while True:
+            file.write(bytes(MIB))
     (tmp_path / "go").touch()
-    result = handle.result()
+    result = session.run(flood, (12, tmp_path / "go"))
     assert result.values == ["done"] * RANKS
     assert len(result.ranks[0].stdout) == 12 * MIB
-    notices = [warning for warning in result.warnings if "is no longer kept" in warning]
-    assert notices == ["the oldest output of this job is no longer kept for those who come later (disk full)"]
-    shown = logs(session._live.name)
-    assert shown.returncode == 0
-    assert "left out: disk full" in shown.stderr
-    assert shown.stdout.count("\n") < RANKS * 12 * 1024
+    first = session.jobs[0]
+    for number in range(IN_MEMORY + 1):
+        session.run(printed, (number,))
+    assert first.result().values == ["done"] * RANKS, "its state stays in memory"
+    shown = logs(session._live.name, "--job", str(first.number))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.count("\n") == RANKS * 12 * 1024
 
 
 def test_what_does_not_fit_on_the_disk_of_the_logs_is_dropped_and_counted(detached, small_disk, tmp_path):
@@ -483,7 +483,7 @@ def test_logs_show_a_job_that_runs_and_one_that_has_ended(detached, tmp_path):
     assert sorted(first.stdout.splitlines()) == ["[rank 0] job 7", "[rank 1] job 7"]
     for number in range(IN_MEMORY + 1):
         session.run(printed, (number,))
-    eventually(lambda: len(files(root_of(session))) == 6 + 2 * IN_MEMORY, "the first one has its state only")
+    eventually(lambda: len(files(root_of(session))) == 3, "the first one is on disk alone")
     again = logs(session._live.name, "--job", str(session.jobs[0].number))
     assert sorted(again.stdout.splitlines()) == ["[rank 0] job 7", "[rank 1] job 7"]
 
@@ -503,6 +503,30 @@ def test_logs_follow_a_job_in_order_until_it_ends(detached, following, tmp_path)
         assert lines[-1] == f"[rank {rank}] line {count - 1}"
         assert lines == [f"[rank {rank}] line {number}" for number in range(count - len(lines), count)]
         assert errors.count(f"[rank {rank}] error ") == count
+
+
+@pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_follower_that_does_not_read_for_a_while_misses_nothing(detached, following, ended, tmp_path):
+    session = detached()
+    handle = session.submit(gated, (tmp_path / "begin", 12, tmp_path / "go"))
+    follower = following(session._live.name)
+    lines = [follower.stdout.readline()]
+    # Its pipe is full soon, then its socket, and then it is sent no more.
+    (tmp_path / "begin").touch()
+    eventually(lambda: min(sizes(session)) > 12 * MIB, "all is printed")
+    time.sleep(_BEHIND_SECONDS + 0.5)
+    if ended:
+        (tmp_path / "go").touch()
+        handle.result()
+    reading = threading.Thread(target=lambda: lines.extend(follower.stdout))
+    reading.start()
+    (tmp_path / "go").touch()
+    handle.result()
+    reading.join()
+    assert (follower.wait(), follower.stderr.read()) == (0, "")
+    for rank in range(RANKS):
+        numbers = [int(line.split()[2]) for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert numbers == list(range(-1, 12 * 1024))
 
 
 def test_a_follower_is_interrupted_quietly_and_the_job_goes_on(detached, following, tmp_path):

@@ -19,7 +19,7 @@ enum { MAX_RANKS = 64, NAME = 80, MULTI_RANK_SINCE = 23000 };
 
 struct ncclComm {
   char directory[400];
-  int size, rank, gpu;
+  int size, rank, gpu, blocking;
   volatile int aborted;
   volatile int pending;    // posted, and still in a stream
   long posted, sent[MAX_RANKS], received[MAX_RANKS];
@@ -101,6 +101,7 @@ static struct ncclComm *create(int size, int rank) {
   struct ncclComm *made = calloc(1, sizeof *made);
   made->size = size;
   made->rank = rank;
+  made->blocking = 1;
   return made;
 }
 
@@ -128,7 +129,9 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int size, ncclUniqueId id, int r
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
-  return ncclCommInitRank(comm, size, id, rank);
+  ncclResult_t result = ncclCommInitRank(comm, size, id, rank);
+  if (result == ncclSuccess && config && config->blocking == 0) (*comm)->blocking = 0;
+  return result;
 }
 
 ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int size, int rank, int count, ncclUniqueId *ids,
@@ -172,7 +175,10 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 // Ends what is under way as an abort does, and frees nothing: ProcessGroupNCCL2 aborts it afterwards. nccl.h allows splits
 // and shrinks of a revoked communicator, which are not here.
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
-  return flags == NCCL_REVOKE_DEFAULT ? ncclCommAbort(comm) : ncclInvalidArgument;
+  if (flags != NCCL_REVOKE_DEFAULT) return ncclInvalidArgument;
+  ncclResult_t result = ncclCommAbort(comm);
+  // Seen with NCCL 2.30.7: a communicator that does not block is asked later whether it has been revoked.
+  return comm->blocking ? result : ncclInProgress;
 }
 #endif
 
@@ -194,6 +200,7 @@ const char *ncclGetErrorString(ncclResult_t result) {
     case ncclInvalidArgument: return "invalid argument (run with NCCL_DEBUG=WARN for details)";
     case ncclSystemError: return "unhandled system error (run with NCCL_DEBUG=INFO for details)";
     case ncclUnhandledCudaError: return "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
+    case ncclInProgress: return "NCCL operation in progress";
     default: return "simulated error";
   }
 }

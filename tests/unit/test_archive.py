@@ -32,7 +32,6 @@ from nblaunch.protocol.state import Message, RunState, advance, decode_state, en
 from nblaunch.protocol.transcript import Text
 from nblaunch.runtime.archive import Archive, Bounds, bounded, most_values
 from nblaunch.runtime.jobs import RunningJob
-from nblaunch.runtime.journal import Journal
 
 KIB = 1024
 LARGE = 300 * KIB
@@ -42,19 +41,12 @@ CLIENT = ClientRecord(pid=1, node="here", name="a test")
 
 
 @pytest.fixture
-def journal(tmp_path):
-    made = Journal(tmp_path, after=0.0)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def archives(journal, tmp_path):
+def archives(tmp_path):
     """Give `archives(keep=True, **bounds)`, closed at the end of the test."""
     made: list[Archive] = []
 
     def archive(*, keep=True, **bounds):
-        made.append(Archive(journal, tmp_path, keep=keep, bounds=Bounds(**bounds)))
+        made.append(Archive(tmp_path, keep=keep, bounds=Bounds(**bounds)))
         return made[-1]
 
     yield archive
@@ -63,10 +55,10 @@ def archives(journal, tmp_path):
 
 
 @pytest.fixture
-def ended(journal, tmp_path):
-    """Give `ended(number, *messages, value=, keep=)`: a job of one rank that has ended."""
+def ended(tmp_path):
+    """Give `ended(number, *messages, value=)`: a job of one rank that has ended."""
 
-    def job(number, *messages, value=b"", keep=True):
+    def job(number, *messages, value=b""):
         dispatches = (((), Dispatch(job=FunctionJob(), payload=Payload((0,), inline=b""))),)
         order = JobOrder(
             number=number,
@@ -77,8 +69,6 @@ def ended(journal, tmp_path):
         )
         running = RunningJob(order, NOBODY, CLIENT, lambda: tmp_path)
         running.leave(NOBODY)
-        if keep:
-            running.write_to(journal, at_once=True)
         for message in messages:
             running.job.fold(message)
         with shared_memory.put(dumps(value), lambda: tmp_path) as sent:
@@ -172,47 +162,52 @@ def test_the_jobs_can_be_listed_while_another_one_ends(archives):
         def close(self):
             pass
 
+        remove = close
+
     archive._jobs[1] = Ending(1)
     assert archive.records == (1,)
     assert archive.records == (1, 2)
 
 
 def test_jobs_beyond_the_bound_are_forgotten(archives, ended, tmp_path):
-    archive = archives(jobs=2)
+    archive = archives(jobs=2, in_memory=0)
     before = descriptors()
     for number in (1, 2, 3):
         archive.add(ended(number, value=b"v" * LARGE))
     assert [record.number for record in archive.records] == [2, 3]
     assert archive.get(1) is None
     assert len(descriptors() - before) == 2
-    eventually(lambda: not (tmp_path / "job-1").exists(), "its files are gone")
+    archive.flush()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job-2", "job-3"], "its file is gone"
 
 
-def test_older_states_are_on_disk_alone_once_they_are_there(archives, ended, journal, tmp_path):
+def test_older_states_are_on_disk_alone_once_they_are_there(archives, ended, tmp_path):
     archive = archives(in_memory=1)
     archive.add(ended(1, Printed(rank=0, stream=Stream.STDOUT, text="first\n")))
     state = archive.get(1).snapshot().state
-    eventually(lambda: journal.written(1), "the state is on disk")
+    assert archive.get(1).state is not None
     archive.add(ended(2))
-    assert archive.get(1).state is None
+    eventually(lambda: archive.get(1).state is None, "the state is on disk")
     assert archive.get(1).snapshot().state == state
-    (tmp_path / "job-1" / "state").write_bytes(b"torn")
+    (tmp_path / "job-1").write_bytes(b"torn")
     with pytest.raises(NblaunchError, match=r"job 1 \(job 1\) was kept in .* files are gone"):
         archive.get(1).snapshot()
 
 
 def test_a_state_that_cannot_be_written_stays_in_memory(archives, ended, tmp_path):
-    (tmp_path / "job-1").write_text("where a directory would be")
+    (tmp_path / "job-1").mkdir()
+    (tmp_path / "job-1" / "in the way").touch()
     archive = archives(in_memory=0)
     archive.add(ended(1, Printed(rank=0, stream=Stream.STDOUT, text="first\n")))
     archive.add(ended(2))
+    archive.flush()
     known = decode_state(archive.get(1).snapshot().state).ranks[0]
     assert known.transcript.entries == (Text(Stream.STDOUT, "first\n"),)
 
 
 def test_of_a_job_that_is_not_kept_there_is_a_record(archives, ended, tmp_path):
     archive = archives(keep=False)
-    archive.add(ended(1, keep=False))
+    archive.add(ended(1))
     assert [(record.number, record.state) for record in archive.records] == [(1, "SUCCEEDED")]
     assert archive.get(1) is None
     assert list(tmp_path.glob("job-*")) == []

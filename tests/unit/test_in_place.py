@@ -11,6 +11,7 @@ import torch
 import torch.cuda.nccl
 from torch.distributed import distributed_c10d
 
+from nblaunch import _devices
 from nblaunch.rank import in_place
 
 DEFAULT, PAIR = ([0, 1, 2], ["address"]), ([0, 2], ["address"])
@@ -82,7 +83,7 @@ def test_a_model_forgets_a_step_in_which_some_rank_is(told, found):
 @pytest.mark.skipif(not in_place.torch_can(), reason="torch forms groups again in place from 2.14 on")
 def test_nccl_forms_groups_again_where_it_can_revoke(monkeypatch, cuda, version, can):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(_devices, "nccl_version", lambda: version)
     in_place._makers.cache_clear()
     assert ("_create_nccl2_process_group" in in_place._makers()) is can
     in_place._makers.cache_clear()
@@ -111,6 +112,7 @@ HALF_A_STEP = """
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from nblaunch import _devices
 from nblaunch.rank import in_place
 
 in_place.accept_groups()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from nblaunch._journal import Dropped
 from nblaunch.client.shell import _Output
-from nblaunch.protocol.messages import Cleared, Displayed, Noticed, Printed, Stream, Unwritten
+from nblaunch.options.streams import OutputFilter
+from nblaunch.protocol.client import RankLogFiles
+from nblaunch.protocol.messages import Cleared, Displayed, Noticed, Offsets, Printed, Stream, Unwritten
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.protocol.transcript import HEAD_CHARACTERS, TAIL_CHARACTERS
 
@@ -30,53 +32,130 @@ def out(text, rank=0, stream=Stream.STDOUT):
     ],
 )  # fmt: skip
 def test_each_line_has_its_rank_and_its_stream(messages, stdout, stderr, capsys):
-    output = _Output()
+    output = _Output(OutputFilter())
     for message in messages:
         output.take(message)
     output.end()
     assert tuple(capsys.readouterr()) == (stdout, stderr)
 
 
-def test_what_was_dropped_is_named(capsys):
-    _Output().name_dropped(
-        [
-            Dropped(0, characters=40, lines=3, displays=1, why="disk full"),
-            Dropped(1, characters=5, why="disk full"),
-            Dropped(2, why="only cleared"),
-        ]
-    )
-    assert capsys.readouterr().err == (
-        "[rank 0] 3 lines and 1 display left out: disk full\n[rank 1] 1 line left out: disk full\n"
-    )
-
-
 @pytest.mark.parametrize("ended", [False, True])
 def test_what_a_full_disk_did_not_take_is_named(ended, capsys):
-    output, state = _Output(), RunState.fresh(3)
+    output, state = _Output(OutputFilter()), RunState.fresh(3)
     for rank, size in ((2, 7), (0, 5), (2, 1200)):
         message = Unwritten(rank=rank, size=size)
         state = advance(state, message)
         if not ended:
             output.take(message)
     if ended:
-        output.take_state(state)
+        output.catch_up(state, {})
     output.end()
     why = "left out: its log is on a full disk"
     assert tuple(capsys.readouterr()) == ("", f"[rank 0] 5 bytes {why}\n[rank 2] 1,200 bytes {why}\n")
 
 
-def test_of_a_state_the_beginning_and_the_end_are_printed(capsys):
-    count = (HEAD_CHARACTERS + TAIL_CHARACTERS) // 100 + 50
-    state = RunState.fresh(1)
-    for number in range(count):
-        state = advance(state, out(f"{number:099}\n"))
-    output = _Output()
-    output.take_state(advance(state, Noticed(text="a notice")))
+LONG = (HEAD_CHARACTERS + TAIL_CHARACTERS) // 100 + 50
+"""So many lines of 100 characters are more than a state has."""
+
+
+def figure(number):
+    return Displayed(rank=0, data={"text/plain": f"figure {number}"})
+
+
+class Written:
+    """A job of rank 0, its state and its log files, as the runtime has them after each message."""
+
+    def __init__(self, directory):
+        self.state = RunState.fresh(1)
+        self.paths = {stream: directory / stream for stream in Stream}
+        for path in self.paths.values():
+            path.write_text("of a job before\n")
+
+    def take(self, message):
+        if isinstance(message, Printed):
+            with self.paths[message.stream].open("a") as file:
+                file.write(message.text)
+                message = replace(message, end=file.tell())
+        self.state = advance(self.state, message)
+        return message
+
+    def catch_up(self, output):
+        ends = Offsets(*(path.stat().st_size for path in self.paths.values()))
+        stdout, stderr = map(str, self.paths.values())
+        output.catch_up(self.state, {0: (RankLogFiles(0, 0, stdout, stderr, Offsets(16, 16), ends),)})
+
+
+def printed_in(text):
+    return [line.removeprefix("[rank 0] ") for line in text.splitlines()]
+
+
+def test_of_a_short_job_text_and_displays_keep_their_order(tmp_path, capsys):
+    written, output = Written(tmp_path), _Output(OutputFilter())
+    for message in (out("a\n"), figure(1), out("b\n"), out("e\n", stream=Stream.STDERR)):
+        written.take(message)
+    written.catch_up(output)
+    shown = capsys.readouterr()
+    assert (printed_in(shown.out), printed_in(shown.err)) == (["a", "figure 1", "b"], ["e"])
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_of_a_long_job_each_stream_is_whole_and_so_are_its_displays(cleared, tmp_path, capsys):
+    """Also what the rank has cleared: a shell has no place to clear."""
+    written, output = Written(tmp_path), _Output(OutputFilter())
+    for number in range(3 if cleared else LONG):
+        written.take(out(f"{number:099}\n"))
+        written.take(out(f"{number}\n", stream=Stream.STDERR))
+    if cleared:
+        written.take(Cleared(rank=0))
+    for message in (figure(1), Noticed(text="a notice"), out("the end, without a line end")):
+        written.take(message)
+    written.catch_up(output)
     output.end()
     shown = capsys.readouterr()
-    lines = [line for line in shown.out.splitlines() if len(line) == len("[rank 0] ") + 99]
-    assert int(lines[0].removeprefix("[rank 0] ")) == 0
-    assert int(lines[-1].removeprefix("[rank 0] ")) == count - 1
-    transcript = state.ranks[0].transcript
-    why = "only the first and the last output is kept of older jobs"
-    assert shown.err == f"a notice\n[rank 0] {transcript.omitted_lines} lines left out: {why}\n"
+    numbers = list(range(3 if cleared else LONG))
+    lines = [*(f"{number:099}" for number in numbers), "figure 1", "the end, without a line end"]
+    assert printed_in(shown.out) == lines
+    assert printed_in(shown.err) == ["a notice", *map(str, numbers)]
+
+
+@pytest.mark.parametrize("lines", [3, LONG])
+def test_one_that_was_slow_to_read_misses_nothing_and_prints_nothing_twice(lines, tmp_path, capsys):
+    written, output = Written(tmp_path), _Output(OutputFilter())
+    written.take(out("first\n"))
+    written.catch_up(output)
+    for message in (out("second\n"), figure(1), Noticed(text="read")):
+        output.take(written.take(message))
+    for number in range(lines):
+        written.take(out(f"{number:099}\n"))
+    for message in (figure(2), out("half a "), Noticed(text="missed")):
+        written.take(message)
+    written.catch_up(output)
+    output.take(written.take(out("line\n")))
+    shown = capsys.readouterr()
+    numbers = [f"{number:099}" for number in range(lines)]
+    assert printed_in(shown.out) == ["first", "second", "figure 1", *numbers, "figure 2", "half a line"]
+    assert printed_in(shown.err) == ["read", "missed"]
+
+
+def test_what_options_keep_from_the_notebook_is_not_printed_from_the_files_either(tmp_path, capsys):
+    written, output = Written(tmp_path), _Output(OutputFilter(redirects="2"))
+    for number in range(LONG):
+        written.take(out(f"{number:099}\n"))
+    written.take(out("redirected\n", stream=Stream.STDERR))
+    written.catch_up(output)
+    shown = capsys.readouterr()
+    assert (len(shown.out.splitlines()), shown.err) == (LONG, "")
+
+
+def test_where_the_log_is_gone_the_beginning_and_the_end_are_printed(tmp_path, capsys):
+    written, output = Written(tmp_path), _Output(OutputFilter())
+    for number in range(LONG):
+        written.take(out(f"{number:099}\n"))
+    logs = {0: (RankLogFiles(0, 0, str(tmp_path / "gone"), str(tmp_path / "gone")),)}
+    output.catch_up(written.state, logs)
+    output.end()
+    shown = capsys.readouterr()
+    lines = [line for line in printed_in(shown.out) if len(line) == 99]
+    assert (int(lines[0]), int(lines[-1])) == (0, LONG - 1)
+    transcript = written.state.ranks[0].transcript
+    assert shown.err == f"[rank 0] {transcript.omitted_lines} lines left out: its log is gone\n"

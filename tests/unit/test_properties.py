@@ -30,8 +30,8 @@ from nblaunch.protocol.messages import (
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import Message, RunState, advance
 from nblaunch.protocol.transcript import Transcript, printed
+from nblaunch.view.budget import clipped, cost_of_text
 from nblaunch.view.html import render_html
-from nblaunch.view.markup import clipped, cost_of_text
 from nblaunch.view.output import folded, items_of, last_line
 from nblaunch.view.screen import Line, Screen, colored, plain
 from nblaunch.view.summary import Header

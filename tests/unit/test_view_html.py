@@ -16,6 +16,7 @@ from lanes import sampled
 
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.hang import report
+from nblaunch.insight.markup import ICONS, STATE_COLORS
 from nblaunch.protocol.messages import (
     AttemptStarted,
     Collective,
@@ -38,7 +39,6 @@ from nblaunch.protocol.messages import (
 from nblaunch.protocol.reports import LocatedAll
 from nblaunch.protocol.state import Message, RunState, State, advance
 from nblaunch.view.html import render_html
-from nblaunch.view.markup import ICONS, STATE_COLORS
 from nblaunch.view.mime import balanced
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
