@@ -12,7 +12,8 @@ from typing import Any, Self
 from nblaunch import _notebook
 from nblaunch._results import Handle, RunResult, SessionInfo, SessionStatus
 from nblaunch.client import directory
-from nblaunch.client.launch import Launch, prepare_call
+from nblaunch.client.jobs import ClientJob
+from nblaunch.client.launch import prepare_call
 from nblaunch.client.run import run_fresh
 from nblaunch.client.scripts import is_script, prepare_script
 from nblaunch.client.session import LiveSession, SessionJob, attach_session, silent, start_session
@@ -77,10 +78,10 @@ def run(  # noqa: PLR0913 - the options of a run
     if script:
         options.setdefault("init_process_group", False)
     launch_options = LaunchOptions.from_keywords(script=script, **options)
-    prepare: Callable[..., Launch] = prepare_script if script else prepare_call
-    launch = prepare(fn, args, kwargs, launch_options)
-    view = view_of(launch.title, launch.backend, launch.placement.note) if _shows(display) else SilentView()
-    return run_fresh(launch, view).unwrap(check=check)
+    prepare: Callable[..., ClientJob] = prepare_script if script else prepare_call
+    job = prepare(fn, args, kwargs, launch_options)
+    view = view_of(job.title, job.backend, job.placement.note) if _shows(display) else SilentView()
+    return run_fresh(job, view).unwrap(check=check)
 
 
 def _shows(display: bool | None) -> bool:  # noqa: FBT001 - as `run` and `Session` take it

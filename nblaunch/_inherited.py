@@ -19,6 +19,8 @@ from nblaunch._help import FailureKind
 
 JOIN_KEY = "NBLAUNCH_JOIN_KEY"
 """A variable that may hold the key of a rendezvous; ranks do not get it."""
+ResourceLimits = tuple[tuple[str, int, int], ...]
+_DESCRIPTORS = "RLIMIT_NOFILE"
 RANK_AT_ALL = 64
 RANK_PER_PEER = 2
 
@@ -59,15 +61,18 @@ def umask() -> int | None:
     return None
 
 
-def limits(nproc: int) -> tuple[tuple[str, int, int], ...]:
-    """Return each limit's name, soft and hard value, with enough descriptors for a rank."""
-    found = []
-    for name in sorted(each for each in dir(resource) if each.startswith("RLIMIT_")):
-        soft, hard = resource.getrlimit(getattr(resource, name))
-        if name == "RLIMIT_NOFILE":
-            soft = _soft_limit_of_rank(nproc, soft, hard)
-        found.append((name, soft, hard))
-    return tuple(found)
+def limits() -> ResourceLimits:
+    """Return each limit's name, soft and hard value, as this process has them."""
+    names = sorted(each for each in dir(resource) if each.startswith("RLIMIT_"))
+    return tuple((name, *resource.getrlimit(getattr(resource, name))) for name in names)
+
+
+def with_descriptors(limits: ResourceLimits, nproc: int) -> ResourceLimits:
+    """Return limits with enough descriptors for a rank of `nproc` on this machine."""
+    return tuple(
+        (name, _soft_limit_of_rank(nproc, soft, hard) if name == _DESCRIPTORS else soft, hard)
+        for name, soft, hard in limits
+    )
 
 
 def _soft_limit_of_rank(nproc: int, soft: int, hard: int) -> int:
@@ -83,12 +88,12 @@ def needed_by_rank(nproc: int) -> int:
     return RANK_AT_ALL + RANK_PER_PEER * nproc
 
 
-def check_descriptors(nproc: int) -> None:
-    """Raise `LaunchError` if `nproc` ranks with this process's limit would run out of descriptors."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def check_descriptors(nproc: int, limits: ResourceLimits) -> None:
+    """Raise `LaunchError` if `nproc` ranks with these limits would run out of descriptors."""
     needed = needed_by_rank(nproc)
-    if not allows(hard, needed):
-        raise too_few_descriptors(nproc, f"each of which needs about {needed} of its own", hard)
+    for name, _, hard in limits:
+        if name == _DESCRIPTORS and not allows(hard, needed):
+            raise too_few_descriptors(nproc, f"each of which needs about {needed} of its own", hard)
 
 
 def too_few_descriptors(nproc: int, what: str, hard: int, phase: str = "fork") -> LaunchError:

@@ -1,4 +1,4 @@
-"""How a keeper is started, by the process that it keeps a fork server or a runtime for."""
+"""How a keeper is started, by the process that it keeps a runtime for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,20 +27,13 @@ _CALLS_CUDA = "KINETO_USE_DAEMON"
 """Has torch initialise CUDA when it is imported, which no fork survives."""
 
 
-def start(
-    function: str,
-    arguments: tuple[object, ...],
-    *,
-    root: Path,
-    environ: Mapping[str, str],
-    fds: Sequence[int],
-) -> subprocess.Popen[bytes]:
-    """Have a new Python call a function of `elastic.keeper`, by name; it inherits `fds`. Nothing waits."""
+def start(link_fd: int, owner: int, root: Path, live: str) -> subprocess.Popen[bytes]:
+    """Have a new Python call `elastic.keeper.keep_runtime`, by name. Nothing waits."""
     # Beside the notebook may be a `random.py`, where it has loaded the real one itself. Ranks get its path.
     path = sorted(absolute_path(), key=lambda entry: not is_standard_library(entry))
     code = (
-        f"import sys; sys.path[:] = {path!r}; from nblaunch.elastic.keeper import {function}; "
-        f"{function}{arguments!r}"
+        f"import sys; sys.path[:] = {path!r}; from nblaunch.elastic.keeper import keep_runtime; "
+        f"keep_runtime{(link_fd, owner, os.fspath(root), live)!r}"
     )
     with (root / FORK_SERVER_LOG).open("ab") as log:
         return subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
@@ -48,8 +41,8 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environ,
-            pass_fds=fds,
+            env=environment(),
+            pass_fds=[link_fd],
             # The stop button's SIGINT goes to the kernel's process group: we are not in it.
             start_new_session=True,
         )
@@ -111,13 +104,7 @@ class Boot:
             # Where this process has closed its standard streams, the link may have taken the place of one.
             fd = fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, 3)
             opened.callback(os.close, fd)
-            self.keeper = start(
-                "keep_runtime",
-                (fd, owner, os.fspath(root), live),
-                root=root,
-                environ=environment(),
-                fds=[fd],
-            )
+            self.keeper = start(fd, owner, root, live)
             os.close(fd)
             opened.pop_all()
 

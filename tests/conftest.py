@@ -201,8 +201,8 @@ def keepers_and_servers(found: Mapping[int, psutil.Process]) -> dict[int, psutil
     allowed = dict(keepers)
     for keeper in keepers.values():
         with contextlib.suppress(psutil.Error):
-            its_own = 2 if "keep_runtime" in command(keeper) else 1
-            for child in sorted(keeper.children(), key=lambda each: each.create_time())[:its_own]:
+            # The fork server, and the runtime or the node program.
+            for child in sorted(keeper.children(), key=lambda each: each.create_time())[:2]:
                 allowed[child.pid] = child
     return allowed
 
@@ -796,7 +796,7 @@ def script(tmp_path):
 
 @pytest.fixture
 def own():
-    """Give what checks of the doctor use that need a fork server or a private directory."""
+    """Give what checks of the doctor use that need a runtime or a private directory."""
     from nblaunch.checks.runtime import DoctorRuntime
 
     with contextlib.closing(DoctorRuntime()) as made:

@@ -14,8 +14,8 @@ that raises or overruns its time becomes a warning that names it; its thread is 
 Invariants:
   * The calling process gets no CUDA context, no driver library and no signal handler. What touches a driver
     is a process of its own, which can be abandoned.
-  * What checks fork, and the files that they make, belong to a fork server and a directory of the doctor's
-    own (`DoctorRuntime`), and are gone with it, also when a check raises or is interrupted. The process's own
+  * What checks fork, and the files that they make, belong to a runtime and a directory of the doctor's own
+    (`DoctorRuntime`), and are gone with it, also when a check raises or is interrupted. The process's own
     runtime is described if there is one, and never started.
   * A machine without a GPU, or with a torch that cannot be imported, gets a report, not an exception; without
     `--nccl` within 5 seconds.
@@ -29,7 +29,7 @@ Modules, each after those that it imports:
     node_rank  what a rank on a node reports
     nvml       NVML and the kernel's log as JSON; a program of its own, standard library only
     report     findings, and how a report is shown
-    runtime    the doctor's own fork server and directory; the runtime of this process
+    runtime    the doctor's own runtime and directory; the runtime of this process
     machine    files, processes, memory, threads, shared memory, temporary directory, leftovers
     detached   what would end a detached session: its control group, logind
     notebook   front end and versions

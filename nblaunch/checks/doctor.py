@@ -40,7 +40,7 @@ _THIS_PROCESS = Check("this process", processes.this_process)
 
 
 def checks(own: DoctorRuntime) -> tuple[Check, ...]:
-    """Return all checks; those that need a fork server or a private directory use `own`."""
+    """Return all checks; those that need a runtime or a private directory use `own`."""
     return (
         Check("versions", notebook.versions),
         Check("torch", processes.build, if_stuck=_SLOW_TORCH),
@@ -89,7 +89,7 @@ def doctor(*, nccl: bool = False, on: str | None = None, **options: Any) -> Doct
     directory, limits on files, processes and memory, what the notebook can show, and versions that do not
     fit together.
 
-    It takes less than 5 seconds, never raises, and does not initialise CUDA in this process. A fork server is
+    It takes less than 5 seconds, never raises, and does not initialise CUDA in this process. A runtime is
     started for it, as a run would start one, and ended with it; nothing changes.
 
     With `nccl` every GPU takes part in an NCCL all_reduce, in processes of its own. That takes seconds, and
@@ -115,7 +115,7 @@ def doctor(*, nccl: bool = False, on: str | None = None, **options: Any) -> Doct
         msg = f"{next(iter(options))}= was given, but no engine places nodes. Add on=, or leave it out."
         raise OptionError(msg)
     if _notebook.inside_rank() is not None:
-        # A rank has no business with a fork server or a runtime directory of its own.
+        # A rank has no business with a runtime or a private directory of its own.
         return examine([_THIS_PROCESS])
     with contextlib.closing(DoctorRuntime()) as own:
         report = examine(checks(own))

@@ -434,28 +434,11 @@ def runs_on(capability: tuple[int, ...], built_for: Sequence[str]) -> bool:
 
 
 def torchs_architectures(own: DoctorRuntime, deadline: float) -> list[str]:
-    """Return what torch was built for, nothing where that is not known in time (monotonic).
-
-    Asked in a fork: torch may initialise CUDA to answer.
-    """
-    answer = own.directory.root() / "architectures"
+    """Return what torch was built for, nothing where that is not known in time (monotonic)."""
     try:
-        own.fork(write_architectures, str(answer), seconds=max(deadline - time.monotonic(), 0.1))
-        return list(json.loads(answer.read_text()))
-    except (LaunchError, OSError, ValueError):
+        return list(own.fork(max(deadline - time.monotonic(), 0.1)))
+    except (LaunchError, OSError):
         return []  # another check reports why nothing can be forked
-    finally:
-        with contextlib.suppress(OSError):
-            answer.unlink()
-
-
-def write_architectures(path: str) -> None:
-    """Write what this process's torch was built for; runs in a fork."""
-    import torch
-
-    # The driver is asked how many GPUs there are, which is quicker than to initialise them.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    Path(path).write_text(json.dumps(torch.cuda.get_arch_list()))
 
 
 def persistence(gpus: Gpus) -> Iterator[Finding]:

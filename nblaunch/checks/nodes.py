@@ -40,11 +40,11 @@ def check_nodes(options: LaunchOptions) -> DoctorReport:
 
 
 def _findings(options: LaunchOptions) -> Iterator[Finding]:
-    launch = prepare_call(report_node, (), None, options)
+    job = prepare_call(report_node, (), None, options)
     title = f"the doctor's look at nodes (--on {options.on})"
     shown = _notebook.shell() is not None
     try:
-        result = run_fresh(launch, view_of(title, launch.backend) if shown else SilentView()).unwrap()
+        result = run_fresh(job, view_of(title, job.backend) if shown else SilentView()).unwrap()
     except OptionError:
         raise
     except NblaunchError as error:

@@ -99,23 +99,18 @@ def why_no_torch() -> str:
 
 
 def fork_server(own: DoctorRuntime) -> Iterator[Finding]:
-    """Start a fork server and fork a process from it, as a rank is forked; measure how long that takes."""
+    """Start a runtime and have it fork a process, as a rank is forked; measure how long that takes."""
     name = "fork server"
     started = time.monotonic()
     try:
-        log = own.start()
+        own.fork(_JOIN_SECONDS)
+        ready = time.monotonic()
+        own.fork(_JOIN_SECONDS)
     except (LaunchError, OSError) as error:
-        yield _no_fork(name, str(error))
+        # Of a traceback the last line.
+        words = str(error).splitlines()[-1]
+        yield problem(name, f"no rank can be forked: {words}", "Mend that first.")
         return
-    with log:
-        try:
-            # A function of the standard library: nothing of the notebook is sent.
-            own.fork(os.getpid, seconds=_JOIN_SECONDS)
-            ready = time.monotonic()
-            own.fork(os.getpid, seconds=_JOIN_SECONDS)
-        except (LaunchError, OSError) as error:
-            yield _no_fork(name, log.read().strip() or str(error))
-            return
     took, forked = ready - started, time.monotonic() - ready
     summary = f"started after {took:.2f} s; a rank is forked in {forked * 1000:.0f} ms"
     advice = (
@@ -123,11 +118,6 @@ def fork_server(own: DoctorRuntime) -> Iterator[Finding]:
         "torch on a local disk it starts faster."
     )
     yield warning(name, summary, advice) if took > _SLOW_SECONDS else ok(name, summary)
-
-
-def _no_fork(name: str, words: str) -> Finding:
-    """Return the problem that makes every run fail; of a traceback the last line."""
-    return problem(name, f"no rank can be forked: {words.splitlines()[-1]}", "Mend that first.")
 
 
 def process_control() -> Iterator[Finding]:

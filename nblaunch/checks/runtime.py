@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TextIO
 
 from nblaunch._errors import LaunchError
-from nblaunch._keeper import FORK_SERVER_LOG
+from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.checks.report import Finding, count_of, ok, warning
-from nblaunch.client.local import local
-from nblaunch.elastic.forkserver import AbandonedError, RankProcess
-from nblaunch.group.runtime import LocalRuntime
+from nblaunch.client.local import OwnRuntime, local
 from nblaunch.group.usage import own_memory
-from nblaunch.protocol.client import DescribeSessions
+from nblaunch.protocol.client import DescribeSessions, TryFork
 from nblaunch.protocol.reports import size
 
 _ANSWER_SECONDS = 2.0
 
 
-class DoctorRuntime(LocalRuntime):
-    """A private directory and a fork server for checks alone, made on first use; `close` ends both.
+class DoctorRuntime:
+    """A private directory and a runtime for checks alone, made on first use; `close` ends both.
 
     Checks use it on threads of their own, which may outlast it. What they make then is removed by `of`.
     """
 
     def __init__(self) -> None:
         """Make nothing yet."""
-        super().__init__()
+        self.directory = RuntimeDirectory()
+        self.started: OwnRuntime | None = None
         self._over = threading.Event()
         self._use = threading.Lock()
-        """Held by who needs the fork server, until it has forked or `_over` is set."""
 
     def of(self, find: Callable[[DoctorRuntime], Iterable[Finding]]) -> Callable[[], Iterable[Finding]]:
         """Return a check that uses this runtime; one that outlasts the doctor ends what it has made since."""
@@ -41,40 +38,30 @@ class DoctorRuntime(LocalRuntime):
                 yield from find(self)
             finally:
                 if self._over.is_set():
-                    super(DoctorRuntime, self).close()
+                    self.directory.remove()
 
         return check
 
-    def start(self) -> TextIO:
-        """Start the fork server, without waiting for it; return its log, which it takes along if it ends."""
-        with self._using():
-            self.server.ensure_running()
-            return (self.directory.root() / FORK_SERVER_LOG).open(errors="replace")
+    def fork(self, seconds: float) -> tuple[str, ...]:
+        """Have a process forked, which ends within `seconds`; return what its torch has code for.
 
-    def fork(self, target: Callable[..., object], *args: str, seconds: float) -> None:
-        """Run a function in a fork of the fork server. Raises `LaunchError`, `TimeoutError`, an `OSError`."""
-        process = RankProcess(target=target, args=args, name="nblaunch-doctor")
-        with self._using(), self.server.forking(abandon=self._over):
-            process.start()
-        process.join(seconds)
-        if process.exitcode is None:
-            process.kill()
-            msg = f"a process was forked, and did not end within {seconds:g} s"
-            raise TimeoutError(msg)
-        process.close()
-
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
+        Raises `LaunchError`, or an `OSError`, where the runtime cannot start, or cannot fork.
+        """
         with self._use:
             if self._over.is_set():
-                raise AbandonedError
-            yield
+                msg = "the doctor has ended"
+                raise LaunchError(msg, phase="runtime")
+            self.started = self.started or OwnRuntime(self.directory.root())
+        return self.started.ask_on_a_line(TryFork(seconds=seconds)).architectures
 
     def close(self) -> None:
-        """End the fork server and remove the directory."""
+        """End the runtime, whatever it does, and remove the directory."""
         self._over.set()
         with self._use:
-            super().close()
+            if self.started is not None:
+                self.started.keeper.send_signal(signal.SIGUSR1)
+                self.started.finish()
+            self.directory.remove()
 
 
 def of_this_process() -> Iterator[Finding]:

@@ -1,10 +1,10 @@
-"""The side of the kernel, the script and the command line: what gives a runtime jobs, and follows them.
+"""The side of the kernel, the script and the command line: what submits jobs to a runtime, and follows them.
 
     caller's thread                                        runtime, a process of its own
       start     Boot ─── keeper: fork server, runtime ───>   `link`, a socket pair, is the first line
-      place     PlaceRun ────────────────────────────────>   ranks, devices, backend; or an error
+      place     OpenRanks ───────────────────────────────>   ranks, devices, backend; or an error
       capture   a cell, a call or a script becomes payloads, written to memory files
-      give      RunFresh or GiveJob, with a JobOrder ────>   holds the payloads, then Given; or Stale
+      submit    GiveJob, with a JobOrder ────────────────>   holds the payloads, then Given; or Stale
       wait      folds, draws, asks the user  <────────────   folded messages, Question, JobEnded
       collect   maps the values, explains the failures; Taken: the runtime lets the values go
       raise     the error, once the result is there
@@ -41,13 +41,13 @@ Modules, each after those that it imports:
     packages           the notebook's Python environment, for other machines: exact versions
     local              what a process has once: its runtime, lines, notes; end of the process, forks
     directory          the sessions of this user, from the registry and from their runtimes; ends one
-    launch             one job: place, capture, write what ranks are sent
+    jobs               a job as its client has it: what runs, its fold, its end; what the runtime keeps of it
+    launch             a job on fresh ranks: place, capture, write what ranks are sent
     scripts            a script as the job: found, or refused
-    jobs               a job as its client sees it: the fold; what the runtime keeps for its result
     result             a finished job as a result, and as the error to raise
     facts              what the report of a finished job is made of
     wait               the caller's wait: drawing, prompts, interrupts
-    run                one job, from `Launch` to `Outcome`
+    run                one job, from its capture to its `Outcome`
     session            ranks that stay: cells, calls, push, pull
     shell              what a shell shows of a session's jobs: `python -m nblaunch logs`
 """

@@ -18,7 +18,7 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import RankFailure, RankResult, RunResult
 from nblaunch._version import __version__
-from nblaunch.client.jobs import JobView
+from nblaunch.client.jobs import ClientJob
 from nblaunch.client.result import final_lines
 from nblaunch.diagnose.failures import Alike, Blame, blame
 from nblaunch.insight.report import OUTPUT_LINES, Redactor, Report, Tails, make
@@ -113,7 +113,7 @@ class JobReporter:
         return "not started" if self.not_started or (root and root.phase in _START) else "failed"
 
 
-def reporter_of(job: JobView, options: LaunchOptions) -> Callable[[RunResult], Report]:
+def reporter_of(job: ClientJob) -> Callable[[RunResult], Report]:
     """Return what makes the report of a job that has ended."""
     early = None if job.end is None else job.end.early
     broke = "" if job.error is None else f"{type(job.error).__name__}: {job.error}"
@@ -122,7 +122,7 @@ def reporter_of(job: JobView, options: LaunchOptions) -> Callable[[RunResult], R
         kind = LaunchError("", phase=job.launch_failure[0]).kind
         broke = f"phase '{job.launch_failure[0]}': {job.launch_failure[1]}"
     return JobReporter(
-        options=options,
+        options=job.options,
         key=os.environ.get(JOIN_KEY, ""),
         timeout=early is not None and early.timeout,
         interrupted=job.interrupted,

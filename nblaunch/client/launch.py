@@ -1,26 +1,30 @@
-"""A job of this process, before it is given: placed, captured, and written for the ranks."""
+"""A job of this process, before it is submitted: placed, captured, and written for the ranks."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nblaunch import _inherited, _notebook
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch._help import FailureKind
+from nblaunch._inherited import JOIN_KEY
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.capture import Captured, called_name, capture_call
 from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
-from nblaunch.client.local import Runtime, local
+from nblaunch.client.inherited import prepare_of
+from nblaunch.client.jobs import ClientJob, JobRanks, RankPayload
+from nblaunch.client.local import local
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import NodeEnvironment, Placement, PlaceRun
+from nblaunch.protocol.client import DismissSession, NodeEnvironment, OpenRanks
 from nblaunch.protocol.messages import (
     CellJob,
     CodeManifest,
@@ -28,51 +32,13 @@ from nblaunch.protocol.messages import (
     Dispatch,
     FunctionJob,
     Insight,
-    Objects,
     Phase,
     PullJob,
-    PushJob,
     ScriptJob,
 )
 
 STANDBY_SWITCH = "NBLAUNCH_STANDBY"
 """`0` turns it off; `1` turns it on outside notebooks too, where programs seldom run the same job again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankPayload:
-    """What `ranks` are sent with a job, and all others that have no payload of their own."""
-
-    captured: Captured
-    ranks: frozenset[int] = frozenset()
-    objects: Objects | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A job with everything that is decided before a process starts."""
-
-    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
-    options: LaunchOptions
-    placement: Placement
-    environ: dict[str, str]
-    title: str
-    payloads: tuple[RankPayload, ...] = ()
-    """One for all ranks, or one for each group of ranks that know the same; without any, nothing is sent."""
-    internal: bool = False
-    """Whether its result is never shown."""
-    look: bool = False
-    """Whether it only looks into a rank."""
-    arrived: Callable[[], None] = lambda: None
-    """Called once the payloads have arrived on all ranks."""
-    notices: tuple[str, ...] = ()
-    unheeded: str = ""
-    """A warning of variables that have no effect in the ranks."""
-
-    @property
-    def backend(self) -> str:
-        """Return the backend of the ranks' default process group, "" where none is formed."""
-        return self.placement.backend if self.options.init_process_group else ""
 
 
 def refuse_inside_rank() -> None:
@@ -86,31 +52,39 @@ def refuse_inside_rank() -> None:
         raise LaunchError(msg, phase=Phase.FORK.value, kind=FailureKind.INSIDE_A_RANK)
 
 
-def place_launch(
-    options: LaunchOptions, runtime: Runtime | None = None
-) -> tuple[Placement, dict[str, str], str]:
-    """Decide ranks, devices and backend; return them, the ranks' environment, and a warning about it.
+def opening(options: LaunchOptions, key: str, *, script: bool = False, **how: Any) -> OpenRanks:
+    """Return the request for ranks of this process, as it is now, which the runtime is to call `key`.
 
-    `runtime` is where they will be: by default this process's own.
+    Raises `OptionError` and `LaunchError` for what can be told without the runtime.
     """
-    refuse_inside_rank()
     if sys.platform == "win32":
         msg = "torchelastic starts ranks on POSIX systems only, and this is Windows. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
-    cwd = _inherited.working_directory()
     _inherited.check_start_method(options.start_method)
-    environ = {**os.environ, **options.env}
     # What the user's code has registered here; torch is not loaded for it.
     known = getattr(sys.modules.get("torch.distributed"), "Backend", None)
-    request = PlaceRun(
+    return OpenRanks(
+        session=key,
         options=options,
-        environ=_inherited.encoded(environ),
-        cwd=cwd,
-        path=_inherited.search_path(sys.path),
+        prepare=prepare_of(options, timeout=how.pop("timeout", None), script=script),
         backends=() if known is None else tuple(known.backend_list),
+        untouched=script,
+        environment=environment_for(options),
+        **how,
     )
-    placed = local().ask(request) if runtime is None else runtime.ask_on_a_line(request)
-    return placed.placement, environ | placed.added, placed.unheeded
+
+
+def fresh_job(title: str, options: LaunchOptions, *, script: bool = False) -> ClientJob:
+    """Return a job on fresh ranks, for which these have been decided, and nothing else."""
+    refuse_inside_rank()
+    key = secrets.token_hex(8)
+    join_key = {**os.environ, **options.env}.get(JOIN_KEY, "")
+    request = opening(options, key, script=script, standby=standby_wanted(), join_key=join_key)
+    runtime, opened = local().ask(request)
+    ranks = JobRanks(runtime, key, tuple(filter(None, (opened.placement.warning, opened.unheeded))))
+    # A job that is never submitted: its cell cannot be captured, or another one was run.
+    weakref.finalize(ranks, runtime.note, DismissSession(session=key)).atexit = False
+    return ClientJob(title=title, options=options, placement=opened.placement, ranks=ranks)
 
 
 def environment_for(options: LaunchOptions) -> NodeEnvironment | None:
@@ -186,26 +160,26 @@ def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
 
 def prepare_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
-) -> Launch:
+) -> ClientJob:
     """Place and capture a call of `fn` on fresh ranks."""
-    job = function_job(fn, args)
-    placement, environ, unheeded = place_launch(options)
+    work = function_job(fn, args)
+    job = fresh_job(work.name, options)
     captured = capture_call(fn, tuple(args), dict(kwargs or {}), _notebook.namespace())
-    payloads = (RankPayload(captured),)
-    return Launch(job, options, placement, environ, job.name, payloads, unheeded=unheeded)
+    job.work, job.payloads = work, (RankPayload(captured),)
+    return job
 
 
-def code_of(launch: Launch) -> CodeManifest | None:
+def code_of(job: ClientJob) -> CodeManifest | None:
     """Return the manifest of the notebook's own files that a job may import; None if it needs none.
 
     Raises `CaptureError` if the files are too large to send.
     """
-    job = launch.job
-    if launch.options.on is None or isinstance(job, PullJob) or (launch.internal and not launch.payloads):
+    work = job.work
+    if job.options.on is None or isinstance(work, PullJob) or (job.internal and not job.payloads):
         return None
-    sources = [source for each in launch.payloads for source in each.captured.sources.values()]
+    sources = [source for each in job.payloads for source in each.captured.sources.values()]
     scripts: tuple[str, ...] = ()
-    match job:
+    match work:
         case CellJob(source=source):
             sources.append(source)
         case ScriptJob(module=True, name=name):
@@ -218,35 +192,35 @@ def code_of(launch: Launch) -> CodeManifest | None:
         directory,
         sys.modules,
         sources,
-        compiled=[file for each in launch.payloads for file in each.captured.packed.filenames],
+        compiled=[file for each in job.payloads for file in each.captured.packed.filenames],
         scripts=scripts,
     )
 
 
 def dispatches(
-    launch: Launch, sent: ExitStack, root: Callable[[], Path], code: CodeManifest | None
+    job: ClientJob, sent: ExitStack, root: Callable[[], Path], code: CodeManifest | None
 ) -> tuple[tuple[tuple[int, ...], Dispatch], ...]:
     """Write payloads, which `sent` frees, below `root()` if memory has no room.
 
     Returns the messages and who gets each; the last is for all that have none of their own.
     """
     tree = None if code is None else CodeTree(code.tree, code.roots)
-    insight = Insight() if launch.internal or launch.look else _insight(launch.options)
+    insight = Insight() if job.internal or job.look else _insight(job.options)
     found: list[tuple[tuple[int, ...], Dispatch]] = []
     written: list[tuple[Packed, Outgoing]] = []
-    for each in launch.payloads or (RankPayload(Captured(pickling.dumps(()), (), {})),):
+    for each in job.payloads or (RankPayload(Captured(pickling.dumps(()), (), {})),):
         captured = each.captured
         outgoing = next((there for packed, there in written if packed.is_same(captured.packed)), None)
         if outgoing is None:
             outgoing = sent.enter_context(shared_memory.put(captured.packed, root))
             written.append((captured.packed, outgoing))
         dispatch = Dispatch(
-            job=launch.job,
+            job=job.work,
             payload=outgoing.payload,
             objects=each.objects,
             imports=captured.imports,
             code=tree,
-            internal=launch.internal,
+            internal=job.internal,
             insight=insight,
             sources={name: (_notebook.title_of(name), source) for name, source in captured.sources.items()},
         )

@@ -89,15 +89,16 @@ class Client:
                     self._runtime = OwnRuntime(self.directory.root())
             return self._runtime
 
-    def ask(self, request: Request[AnswerT]) -> AnswerT:
-        """Return the answer to a request that begins nothing: of another runtime where this one is gone."""
+    def ask(self, request: Request[AnswerT]) -> tuple[Runtime, AnswerT]:
+        """Return what has answered a request that begins nothing: another runtime where this one is gone."""
         runtime = self.runtime
         try:
-            return runtime.ask_on_a_line(request)
+            return runtime, runtime.ask_on_a_line(request)
         except LaunchError:
             if runtime.alive or not runtime.answered:
                 raise
-        return self.runtime.ask_on_a_line(request)
+        runtime = self.runtime
+        return runtime, runtime.ask_on_a_line(request)
 
     @property
     def started(self) -> OwnRuntime | None:

@@ -23,12 +23,12 @@ from nblaunch._results import (
     read_text,
 )
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.jobs import JobView
+from nblaunch.client.jobs import ClientJob
 from nblaunch.diagnose.failures import Explained, blame, kind_of, reason, value_lost
 from nblaunch.insight.report import Report
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.streams import OutputFilter
-from nblaunch.protocol.client import RankLogFiles
+from nblaunch.protocol.client import JobEnd, RankLogFiles
 from nblaunch.protocol.messages import Illustrated, Phase, Stream, Unreadable
 from nblaunch.protocol.metrics import table
 from nblaunch.protocol.reports import format_ranks, held_lines, ranks_on, size
@@ -45,22 +45,17 @@ _LONG = 256 * 1024
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
 
 
-def collect(  # noqa: PLR0913 - what a result holds
-    job: JobView,
-    *,
-    backend: str,
-    title: str,
-    log_dir: Path | None,
-    events: EventLog,
-    keep: Iterable[str],
-    profiled: bool,
-    reporter: Callable[[RunResult], Report] | None = None,
+def collect(
+    job: ClientJob, events: EventLog, keep: Iterable[str], reporter: Callable[[RunResult], Report]
 ) -> RunResult:
     """Return the result of a job that has ended; `reporter` makes its report when that is asked for.
 
     `keep` lasts as long as the result does, and has the warnings since the end of the job.
     """
     values, state = _unpickled(job)
+    end, options = job.end or JobEnd(), job.options
+    log_dir = Path(end.log_dir) if end.log_dir else None
+    profiled = (options.profile or options.profile_steps is not None) and not job.internal
     profile, state = _profile(state, log_dir, wanted=profiled)
     *earlier, last = state.attempts
     attempts = [_attempt(job, each, {}, keep) for each in earlier]
@@ -68,11 +63,11 @@ def collect(  # noqa: PLR0913 - what a result holds
     return RunResult(
         ranks=attempts[-1].ranks,
         world_size=state.world_size,
-        backend=backend,
+        backend=end.backend or job.placement.backend,
         failures=attempts[-1].failures,
         attempts=tuple(attempts),
         _warnings=(*state.notices, *dict.fromkeys(state.warnings)),
-        title=title,
+        title=job.title,
         hang_report=state.hang,
         metrics=table(state.metrics),
         preempted=state.preempted if state.summary is State.PREEMPTED else "",
@@ -108,7 +103,7 @@ def _profile(state: RunState, log_dir: Path | None, *, wanted: bool) -> tuple[Pr
     return profile, advance(state, drawn)
 
 
-def _unpickled(job: JobView) -> tuple[dict[int, Any], RunState]:
+def _unpickled(job: ClientJob) -> tuple[dict[int, Any], RunState]:
     """Return the values, and the state, in which ranks whose value cannot be unpickled have failed."""
     values: dict[int, Any] = {}
     state = job.state
@@ -128,10 +123,11 @@ def _unpickled(job: JobView) -> tuple[dict[int, Any], RunState]:
     return values, state
 
 
-def _attempt(job: JobView, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
+def _attempt(job: ClientJob, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
     logs = job.logs.get(attempt.number, {})
+    shown = OutputFilter.of(job.options)
     failures = tuple(
-        _failure(each, attempt.ranks[each.rank], logs.get(each.rank), job.output)
+        _failure(each, attempt.ranks[each.rank], logs.get(each.rank), shown)
         for each in blame(attempt.ranks).failures
     )
     by_rank = {failure.rank: failure for failure in failures}
@@ -252,7 +248,7 @@ def _rank_result(  # noqa: PLR0913, PLR0917 - what a rank's result is made of
 # The exception that a finished run raises.
 
 
-def error_of(job: JobView, result: RunResult, options: LaunchOptions) -> BaseException | None:
+def error_of(job: ClientJob, result: RunResult) -> BaseException | None:
     """Return the error of a job that ended by itself, None if it succeeded."""
     if job.launch_failure is not None:
         phase, message = job.launch_failure
@@ -281,13 +277,13 @@ def error_of(job: JobView, result: RunResult, options: LaunchOptions) -> BaseExc
             kind=root.kind,
         )
     else:
-        text = describe(result, root, options)
+        text = describe(result, root, job.options)
         error = RunFailedError(text, result=result, root_cause=root, kind=root.kind)
     error.__cause__ = root.exception
     return error
 
 
-def _preempted(job: JobView, result: RunResult) -> str:
+def _preempted(job: ClientJob, result: RunResult) -> str:
     """Return why the nodes were taken back, and which ranks ended because of it."""
     why = result.state.preempted
     if isinstance(job.error, RunPreemptedError) and str(job.error) != why:

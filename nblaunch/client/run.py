@@ -1,4 +1,4 @@
-"""One job, from its launch to its outcome: give, wait, collect."""
+"""One job, from its capture to its outcome: submit, wait, collect."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 from nblaunch._errors import (
     LaunchError,
@@ -18,139 +15,55 @@ from nblaunch._errors import (
     RunPreemptedError,
     RunTimeoutError,
 )
-from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import Outcome, RunResult
 from nblaunch.client.facts import reporter_of
-from nblaunch.client.inherited import prepare_of
-from nblaunch.client.jobs import JobView, KeptJob, RemoteEvents
-from nblaunch.client.launch import (
-    Launch,
-    code_of,
-    dispatches,
-    environment_for,
-    standby_wanted,
-    with_log_dir,
-    with_metrics_file,
-)
-from nblaunch.client.line import ClientLine, deferring_interrupts
-from nblaunch.client.local import Runtime, local
+from nblaunch.client.jobs import ClientJob, KeptJob, RemoteEvents
+from nblaunch.client.launch import code_of, dispatches, with_log_dir, with_metrics_file
+from nblaunch.client.line import deferring_interrupts
+from nblaunch.client.local import local
 from nblaunch.client.result import collect, error_of
 from nblaunch.client.wait import JobWait, SilentView, StoppedWatchingError
-from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.streams import OutputFilter
-from nblaunch.protocol.client import (
-    Given,
-    InterruptJob,
-    JobOrder,
-    JobSnapshot,
-    Request,
-    RunFresh,
-    Stale,
-    Taken,
-    UnwatchJob,
-)
-from nblaunch.protocol.messages import Noticed, RunEnded, ScriptJob
-from nblaunch.protocol.state import RunState, View, advance, decode_state, encode_state
+from nblaunch.protocol.client import GiveJob, InterruptJob, JobOrder, JobSnapshot, Stale, Taken, UnwatchJob
+from nblaunch.protocol.messages import RunEnded
+from nblaunch.protocol.state import View, decode_state, encode_state
 
 _UNWATCH_SECONDS = 2.0
 _CONSOLE = "console"
 
 
-def run_fresh(launch: Launch, view: View, cancelled: threading.Event | None = None) -> Outcome:
+def run_fresh(job: ClientJob, view: View, cancelled: threading.Event | None = None) -> Outcome:
     """Run a job on fresh ranks; setting `cancelled` interrupts it, from any thread."""
-    notices = (launch.placement.warning, launch.unheeded)
-    launch = replace(launch, notices=(*launch.notices, *filter(None, notices)))
-    script = isinstance(launch.job, ScriptJob)
-    prepare = prepare_of(launch.options, launch.placement, launch.environ, script=script)
-    launch = replace(launch, options=with_metrics_file(with_log_dir(launch.options)))
-    environment = environment_for(launch.options)
-    runtime = local().runtime
-
-    def request(order: JobOrder) -> RunFresh:
-        return RunFresh(
-            order=order,
-            placement=launch.placement,
-            prepare=prepare,
-            standby=standby_wanted(),
-            join_key=launch.environ.get(JOIN_KEY, ""),
-            environment=environment,
-        )
-
-    with runtime.line() as line:
-        return run_job(Giver(runtime, line, request), launch, view, cancelled)
+    job.notices = (*job.notices, *job.ranks.notices)
+    job.options = with_metrics_file(with_log_dir(job.options))
+    with job.ranks.runtime.line() as job.line:
+        return run_job(job, view, cancelled)
 
 
-@dataclass(frozen=True, slots=True)
-class Giver:
-    """How a job is given: on which connection, and by which request."""
-
-    runtime: Runtime
-    line: ClientLine
-    request: Callable[[JobOrder], Request[Given | Stale]]
-    others: Callable[[object], None] = lambda _: None
-    """Takes the events that are not the job's."""
-    watching: Callable[[], bool] = lambda: False
-    """Whether this process only watches what it has given: another client gives the jobs by now."""
-    private: bool = False
-    """Whether the runtime keeps values for other clients."""
-
-
-def run_job(
-    giver: Giver,
-    launch: Launch,
-    view: View,
-    cancelled: threading.Event | None = None,
-    *,
-    ranks: tuple[int, ...] | None = None,
-) -> Outcome:
-    """Give the runtime a job and wait for its end; every failure of the job is in the outcome."""
-    state = RunState.fresh(launch.placement.nproc, ranks, time=time.time())
-    captured = (text for each in launch.payloads for text in each.captured.notices)
-    for text in dict.fromkeys((*launch.notices, *captured)):
-        state = advance(state, Noticed(text=text))
-    job = JobView(
-        giver.runtime.number(),
-        state,
-        output=OutputFilter.of(launch.options),
-        kept=launch.arrived,
-        private=giver.private,
-    )
-    wait = JobWait(giver.line, job, view, cancelled, giver.others, giver.watching)
-    about = About(launch.title, launch.options, launch.placement.backend, internal=launch.internal)
+def run_job(job: ClientJob, view: View, cancelled: threading.Event | None = None) -> Outcome:
+    """Submit a job and wait for its end; every failure of the job is in the outcome."""
+    job.begin()
+    wait = JobWait(job, view, cancelled)
     try:
-        _give(giver, job, launch, wait, usage=view.shows_usage or giver.private)
-        return _followed(giver, job, about, view, wait)
+        _submit(job, wait, usage=view.shows_usage or job.private)
+        return _followed(job, view, wait)
     except (NblaunchError, StaleError, StoppedWatchingError):
         raise
     except BaseException:
-        _ensure_ended(giver.line, job)
+        _ensure_ended(job)
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """What a result says of its job besides its state."""
-
-    title: str
-    options: LaunchOptions
-    backend: str
-    internal: bool = False
-
-
-def watch_job(giver: Giver, snapshot: JobSnapshot, backend: str, view: View) -> Outcome:
+def watch_job(job: ClientJob, snapshot: JobSnapshot, view: View) -> Outcome:
     """Show a job that goes on, or has ended, until its end. Raises `StoppedWatchingError` if interrupted."""
-    options = snapshot.options
-    state = decode_state(snapshot.state)
-    job = JobView(snapshot.job.number, state, output=OutputFilter.of(options), private=giver.private)
+    job.number, job.state, job.end = snapshot.job.number, decode_state(snapshot.state), snapshot.end
     job.questions.extend(snapshot.questions)
-    job.end = snapshot.end
-    wait = JobWait(giver.line, job, view, None, giver.others, lambda: True)
-    return _followed(giver, job, About(snapshot.job.title, options, backend), view, wait)
+    job.watching = lambda: True
+    return _followed(job, view, JobWait(job, view))
 
 
-def _followed(giver: Giver, job: JobView, about: About, view: View, wait: JobWait) -> Outcome:
+def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
     """Follow a job until it has ended, and return its outcome."""
-    kept = KeptJob(giver.runtime, job.number)
+    kept = KeptJob(job.ranks.runtime, job.number)
     shown = job.state
     try:
         view.open(job.state)
@@ -161,21 +74,21 @@ def _followed(giver: Giver, job: JobView, about: About, view: View, wait: JobWai
             error = gone
         local().wait_if_ending()
         try:
-            result = _collect(job, about, kept, giver)
+            result = _collect(job, kept)
         except KeyboardInterrupt as late:
             # All values are here: a user who stops the notebook now still gets them.
-            result = _collect(job, about, kept, giver)
+            result = _collect(job, kept)
             wait.interrupt = late
         shown = result.state
         error = error or _early(job, wait.interrupt)
     except StoppedWatchingError:
         # What comes before the answer is not of the next one that watches this job.
         with contextlib.suppress(LaunchError, TimeoutError):
-            giver.line.ask(UnwatchJob(job=job.number), _UNWATCH_SECONDS)
+            job.line.ask(UnwatchJob(job=job.number), _UNWATCH_SECONDS)
         raise
     finally:
         view.close(shown if shown.finished else job.state)
-    error = error or error_of(job, result, about.options)
+    error = error or error_of(job, result)
     if isinstance(error, RunFailedError):
         error.result, error.root_cause = result, error.root_cause or result.root_cause
     elif isinstance(error, RunPreemptedError):
@@ -187,32 +100,32 @@ class StaleError(Exception):
     """The session's ranks are others than those that the job was captured for."""
 
 
-def _give(giver: Giver, job: JobView, launch: Launch, wait: JobWait, *, usage: bool) -> None:
-    """Give the job; an interrupt that comes meanwhile is sent to it.
+def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
+    """Submit the job; an interrupt that comes meanwhile is sent to it.
 
     Once the runtime has answered it holds what the job brings.
     """
     with ExitStack() as sent:
-        code = code_of(launch)
+        code = code_of(job)
         order = JobOrder(
             number=job.number,
-            dispatches=dispatches(launch, sent, giver.runtime.spill, code),
+            dispatches=dispatches(job, sent, job.ranks.runtime.spill, code),
             state=encode_state(job.state),
-            title=launch.title,
-            options=launch.options,
-            internal=launch.internal,
+            title=job.title,
+            options=job.options,
+            internal=job.internal,
             usage=usage,
-            look=launch.look,
+            look=job.look,
             code=code,
         )
-        request = giver.request(order)
+        request = GiveJob(session=job.ranks.key, order=order, attempt=job.attempt)
         while True:
             try:
                 if job.request is None:
-                    # It waits until the runtime has read: what was given, and what was not, must be known.
+                    # It waits until the runtime has read: what was submitted must be known.
                     with deferring_interrupts():
-                        job.request = giver.line.begin(request)
-                if isinstance(giver.line.answer_to(job.request), Stale):
+                        job.request = job.line.begin(request)
+                if isinstance(job.line.answer_to(job.request), Stale):
                     raise StaleError
             except KeyboardInterrupt as stop:
                 if job.request is None:
@@ -223,7 +136,7 @@ def _give(giver: Giver, job: JobView, launch: Launch, wait: JobWait, *, usage: b
                 return
 
 
-def _early(job: JobView, interrupt: KeyboardInterrupt | None) -> BaseException | None:
+def _early(job: ClientJob, interrupt: KeyboardInterrupt | None) -> BaseException | None:
     """Return what ended the job early: its timeout or an interrupt."""
     early = None if job.end is None else job.end.early
     if early is not None and early.timeout:
@@ -241,45 +154,35 @@ def _early(job: JobView, interrupt: KeyboardInterrupt | None) -> BaseException |
     return interrupt.with_traceback(None)
 
 
-def _ensure_ended(line: ClientLine, job: JobView) -> None:
-    """End a job that was given: an interrupt, or an error of ours, has come between two steps."""
-    if job.end is not None or job.request is None or line.closed:
+def _ensure_ended(job: ClientJob) -> None:
+    """End a job that was submitted: an interrupt, or an error of ours, has come between two steps."""
+    if job.end is not None or job.request is None or job.line.closed:
         return
-    line.send(InterruptJob(job=job.number))
+    job.line.send(InterruptJob(job=job.number))
     try:
-        refused = isinstance(line.answer_to(job.request), Stale)
+        refused = isinstance(job.line.answer_to(job.request), Stale)
     except NblaunchError:
         refused = True
     if not refused:
-        wait = JobWait(line, job, SilentView(), None)
+        wait = JobWait(job, SilentView())
         wait.interrupt = KeyboardInterrupt()  # the user is asked nothing more
         wait.wait()
 
 
-def _collect(job: JobView, about: About, kept: KeptJob, giver: Giver) -> RunResult:
+def _collect(job: ClientJob, kept: KeptJob) -> RunResult:
     if job.end is None:
         # The runtime has ended, and all ranks with it.
-        job.state = advance(job.state, RunEnded(time=time.time(), stopped=False))
-    events = RemoteEvents(giver.runtime, job.number)
-    if not about.internal:
+        job.fold(RunEnded(time=time.time(), stopped=False))
+    events = RemoteEvents(job.ranks.runtime, job.number)
+    if not job.internal:
         local().last_events = events
-        if about.options.event_log_handler == _CONSOLE:
+        if job.options.event_log_handler == _CONSOLE:
             # torch's own handler prints where the agent is: in the runtime, whose log nobody reads.
             sys.stderr.write("".join(f"{event.json}\n" for event in events.all()))
-    directory = job.end.log_dir if job.end is not None else ""
-    result = collect(
-        job,
-        backend=(job.end.backend if job.end is not None else "") or about.backend,
-        title=about.title,
-        log_dir=Path(directory) if directory else None,
-        events=events,
-        keep=kept,
-        profiled=(about.options.profile or about.options.profile_steps is not None) and not about.internal,
-        reporter=reporter_of(job, about.options),
-    )
-    if about.options.log_dir and result.profile is not None and result.profile.ranks:
+    result = collect(job, events, kept, reporter_of(job))
+    if job.options.log_dir and result.profile is not None and result.profile.ranks:
         _ = result.profile.path  # where the user keeps the logs
     sent = [each for rank in job.state.ranks.values() for each in (rank.value, rank.profile)]
     if job.end is not None and any(each is not None and each.inline is None for each in sent):
-        giver.line.send(Taken(job=job.number))
+        job.line.send(Taken(job=job.number))
     return result

@@ -16,7 +16,8 @@ from typing import Any, TypeGuard
 
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
-from nblaunch.client.launch import Launch, place_launch
+from nblaunch.client.jobs import ClientJob
+from nblaunch.client.launch import fresh_job
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.table import nearest
@@ -32,7 +33,7 @@ def is_script(target: object) -> TypeGuard[ScriptPath]:
 
 def prepare_script(
     script: ScriptPath, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
-) -> Launch:
+) -> ClientJob:
     """Place a run of `script`. Raises `OptionError` if it cannot be run."""
     name = _text(os.fspath(script), "the script")
     _check(options)
@@ -43,33 +44,27 @@ def prepare_script(
         )
         raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     texts = _texts(args)
-    placement, environ, unheeded = place_launch(options)
+    job = fresh_job(name, options, script=True)
     path = file = title = ""
     if options.module:
         file = _module(name)
         title = _as_written(file)
     elif options.no_python:
-        path = _program(name, environ.get("PATH"))
+        path = _program(name, {**os.environ, **options.env}.get("PATH"))
     else:
         path, inside = _file(name)
         file, title = os.path.join(path, inside), os.path.join(name, inside)  # noqa: PTH118 - as written
-    return Launch(
-        job=ScriptJob(
-            name=name,
-            path=path,
-            file=file.removesuffix(os.sep),
-            title=title.removesuffix(os.sep),
-            args=texts,
-            module=options.module,
-            program=options.no_python,
-            pull=options.pull,
-        ),
-        options=options,
-        placement=placement,
-        environ=environ,
-        title=name,
-        unheeded=unheeded,
+    job.work = ScriptJob(
+        name=name,
+        path=path,
+        file=file.removesuffix(os.sep),
+        title=title.removesuffix(os.sep),
+        args=texts,
+        module=options.module,
+        program=options.no_python,
+        pull=options.pull,
     )
+    return job
 
 
 def refuse_in_session(script: ScriptPath, session: str) -> OptionError:

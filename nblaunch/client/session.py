@@ -33,21 +33,18 @@ from nblaunch.capture.capture import (
     capture_values,
     notebook_names,
 )
-from nblaunch.client.inherited import prepare_of
-from nblaunch.client.knowledge import Delivery, Knowledge, KnowledgeView, notices
+from nblaunch.client.jobs import ClientJob, JobRanks, RankPayload
+from nblaunch.client.knowledge import Knowledge, KnowledgeView, notices
 from nblaunch.client.launch import (
-    Launch,
-    RankPayload,
-    environment_for,
     function_job,
-    place_launch,
+    opening,
     refuse_inside_rank,
     with_log_dir,
     with_metrics_file,
 )
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
-from nblaunch.client.run import Giver, StaleError, run_job, watch_job
+from nblaunch.client.run import StaleError, run_job, watch_job
 from nblaunch.client.scripts import is_script, refuse_in_session
 from nblaunch.client.wait import SilentView
 from nblaunch.insight.comparing import Round, compare, size_of
@@ -71,35 +68,6 @@ _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*$")
 def silent(title: str, backend: str) -> View:  # noqa: ARG001 - as every `watch` of a session
     """Show nothing."""
     return SilentView()
-
-
-@dataclass(frozen=True, slots=True)
-class _Brought:
-    """What a job brings to a session's ranks."""
-
-    payloads: tuple[RankPayload, ...]
-    deliveries: tuple[tuple[KnowledgeView, Delivery], ...]
-    captured_for: tuple[int, int]
-    """The attempt, and the number of jobs before this one."""
-    again: Callable[[], _Brought]
-    """Captures once more, for ranks that have other things by now."""
-
-
-@dataclass(frozen=True, slots=True)
-class _JobRequest:
-    """A job for a session's ranks; `options` are a cell's own."""
-
-    job: CellJob | FunctionJob | PushJob | PullJob
-    title: str
-    ranks: Sequence[int] | None
-    brought: _Brought | Captured | None = None
-    options: LaunchOptions | None = None
-    internal: bool = False
-    """Its result is never shown. Notices about the ranks are reported with the next job that is shown."""
-    brief: bool = False
-    """The next job waits for this one and is not refused: the user does not know of it."""
-    look: bool = False
-    """It only looks into a rank, which a client that watches may do too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,25 +105,18 @@ def start_session(
     options = with_metrics_file(options)
     runtime: Runtime = local().detached() if options.detach else local().runtime
     try:
-        placement, environ, unheeded = place_launch(options, runtime)
-        request = wire.OpenSession(
-            session=name if options.detach else f"{name} {runtime.number()}",
-            name=name,
-            options=with_log_dir(options),
-            placement=placement,
-            prepare=prepare_of(options, placement, environ, timeout=_COLLECTIVE_SECONDS),
-            detached=options.detach,
-            environment=environment_for(options),
+        key = name if options.detach else f"{name} {runtime.number()}"
+        request = opening(
+            with_log_dir(options), key, name=name, timeout=_COLLECTIVE_SECONDS, detached=options.detach
         )
-        line, attempt = _opened(runtime, request)
+        line, opened = _opened(runtime, request)
     except BaseException:
         if options.detach:
             runtime.stop()
         raise
-    notes = tuple(text for text in (unheeded, placement.warning) if text)
-    ranks = SessionRanks(
-        name, request.session, runtime, line, placement, attempt, options.detach, notes=notes
-    )
+    place, attempt = opened.placement, opened.attempt
+    notes = tuple(filter(None, (opened.unheeded, place.warning)))
+    ranks = SessionRanks(name, key, runtime, line, place, attempt, options.detach, notes=notes)
     session = LiveSession(ranks, options, watch)
     try:
         session.start()
@@ -218,6 +179,7 @@ class LiveSession:
         """
         self.name = ranks.name
         self._key = ranks.key
+        self._ranks = JobRanks(ranks.runtime, ranks.key)
         self.options = options
         self.placement = ranks.placement
         self.detached = ranks.detached
@@ -307,21 +269,22 @@ class LiveSession:
         target: object = fn
         if is_script(target):
             raise refuse_in_session(target, self.name)
-        job = function_job(target, args)
+        work = function_job(target, args)
         namespace = _namespace_of(fn)
+        job = self._job(work, work.name, ranks, options)
         if anew:
-            captured = capture_call(fn, tuple(args), dict(kwargs or {}), namespace)
-            return self._prepared(_JobRequest(job, job.name, ranks, captured, options))
+            job.payloads = (RankPayload(capture_call(fn, tuple(args), dict(kwargs or {}), namespace)),)
+            return self._prepared(job)
 
         def capture(view: KnowledgeView) -> Captured:
             return capture_call(fn, tuple(args), dict(kwargs or {}), namespace, view)
 
-        brought = self._bring(capture, namespace, ranks)
-        return self._prepared(_JobRequest(job, job.name, ranks, brought, options))
+        self._capture(job, capture, namespace)
+        return self._prepared(job)
 
     def prepare_cell(  # noqa: PLR0913 - what a cell is
         self,
-        job: CellJob,
+        work: CellJob,
         plain: str,
         namespace: dict[str, Any],
         transform: Callable[[str], str],
@@ -337,8 +300,9 @@ class LiveSession:
         def capture(view: KnowledgeView) -> Captured:
             return capture_cell(plain, namespace, transform, known=view)
 
-        brought = self._bring(capture, namespace, ranks)
-        return self._prepared(_JobRequest(job, "cell", ranks, brought, options))
+        job = self._job(work, "cell", ranks, options)
+        self._capture(job, capture, namespace)
+        return self._prepared(job)
 
     def push(self, variables: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> tuple[str, ...]:
         """Give the ranks variables; names that refer to one object go on referring to one. Return notices.
@@ -360,15 +324,19 @@ class LiveSession:
         def capture(view: KnowledgeView) -> Captured:
             return capture_values(dict(variables), namespace, view)
 
-        brought = self._bring(capture, namespace, ranks, variables)
-        return self._perform(_JobRequest(PushJob(), "push", ranks, brought, internal=True)).unwrap().warnings
+        job = self._job(PushJob(), "push", ranks)
+        job.internal = True
+        self._capture(job, capture, namespace, variables)
+        return self._perform(job).unwrap().warnings
 
     def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, list[Any]]:
         """Return each variable as a list in rank order. Raises `NblaunchError` for one that a rank lacks."""
         if not names:
             msg = "pull: there is no name. Name the variables: pull('loss', 'model')."
             raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
-        outcome = self._perform(_JobRequest(PullJob(names=tuple(names)), "pull", ranks, internal=True))
+        job = self._job(PullJob(names=tuple(names)), "pull", ranks)
+        job.internal = True
+        outcome = self._perform(job)
         root = outcome.result.root_cause
         if root is not None and root.type.endswith("NameError"):
             lacking = [each.rank for each in outcome.result.failures]
@@ -387,9 +355,15 @@ class LiveSession:
         look: bool = True,
     ) -> Outcome:
         """Call a function of ours on one rank, and show nothing: the user did not start a run."""
-        captured = capture_call(fn, args, {}, None)
-        job = FunctionJob(name=title)
-        return self._perform(_JobRequest(job, title, [rank], captured, internal=True, brief=brief, look=look))
+        job = self._look(title, [rank], fn, *args)
+        job.brief, job.look = brief, look
+        return self._perform(job)
+
+    def _look(self, title: str, ranks: Sequence[int], fn: Callable[..., Any], *args: object) -> ClientJob:
+        """Return a job that calls a function of ours, which only looks into ranks."""
+        job = self._job(FunctionJob(name=title), title, ranks)
+        job.payloads, job.internal, job.look = (RankPayload(capture_call(fn, args, {}, None)),), True, True
+        return job
 
     def diff(self, *names: str, env: bool = False, ranks: Sequence[int] | None = None) -> Difference:
         """Compare variables of the ranks, and with `env` what they run in."""
@@ -423,21 +397,18 @@ class LiveSession:
 
     def _answers(self, token: str, asked: Round) -> dict[int, Any]:
         """Have ranks answer a question of a comparison."""
-        captured = capture_call(ask_shell, ("answer_comparison", token, asked.ask), {}, None)
-        request = _JobRequest(
-            FunctionJob(name="diff"), "diff", asked.ranks, captured, internal=True, look=True
-        )
-        outcome = self._run(request, None)
+        job = self._look("diff", asked.ranks, ask_shell, "answer_comparison", token, asked.ask)
+        outcome = self._run(job, None)
         root = outcome.result.root_cause
         if root is not None and root.type == "builtins.LookupError":
             msg = f"diff: {root.message}"
             raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE)
         return dict(zip(asked.ranks, outcome.unwrap().values, strict=True))
 
-    def _prepared(self, request: _JobRequest) -> Perform:
+    def _prepared(self, job: ClientJob) -> Perform:
         self._wait_for_brief()
         self._refuse_if(at_work=self.busy)
-        return functools.partial(self._perform, request)
+        return functools.partial(self._perform, job)
 
     def claim(self) -> None:
         """Take the ranks for a job in the background, on its thread; the job's end releases them."""
@@ -450,68 +421,71 @@ class LiveSession:
         while self._brief and self.busy and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def _perform(self, request: _JobRequest, cancelled: threading.Event | None = None) -> Outcome:
+    def _perform(self, job: ClientJob, cancelled: threading.Event | None = None) -> Outcome:
         """Run a job while holding the ranks; `cancelled` is that of a job that has claimed them."""
         if cancelled is None:
             self._wait_for_brief()
             self._refuse_if(at_work=self.busy)
             # The one way to take and release a lock that no interrupt comes between.
             with self._busy:
-                self._brief = request.brief
-                return self._run(request, None)
+                self._brief = job.brief
+                return self._run(job, None)
         try:
-            return self._run(request, cancelled)
+            return self._run(job, cancelled)
         finally:
             self._busy.release()
 
-    def _run(self, request: _JobRequest, cancelled: threading.Event | None) -> Outcome:
-        self._chosen(request.ranks)
+    def _run(self, job: ClientJob, cancelled: threading.Event | None) -> Outcome:
+        self._chosen(job.subset)
         self._refuse_if_ended()
-        if not request.look:
+        if not job.look:
             self._refuse_if_held()
-        launch = self._launch(request.job, request.title, internal=request.internal)
-        launch = replace(launch, look=request.look)
-        if request.options is not None:
-            launch = replace(launch, options=with_metrics_file(within(self.options, request.options)))
-        watch = silent if request.internal else self.watch
-        view = watch(request.title, launch.backend)
-        brought = request.brought
+        if job.options is not self.options:
+            job.options = with_metrics_file(job.options)
+        view = (silent if job.internal else self.watch)(job.title, job.backend)
+        notes = [] if job.internal else self._notes
         while True:
             # Since the capture, ranks may have been replaced, and their number may have changed.
-            launch = replace(launch, placement=self.placement)
-            subset = None if request.ranks is None else self._chosen(request.ranks)
-            if isinstance(brought, Captured):
-                launch = replace(launch, payloads=(RankPayload(brought),))
-            elif brought is not None:
-                brought, launch = self._with(launch, brought)
+            job.placement = self.placement
+            job.subset = None if job.subset is None else self._chosen(job.subset)
+            if job.captured_for is not None:
+                self._capture_for_now(job)
             self._jobs += 1
-            attempt = brought.captured_for[0] if isinstance(brought, _Brought) else None
-            notes = [] if request.internal else self._notes
-            launch = replace(launch, notices=(*launch.notices, *notes))
+            job.notices = (*notices(view for view, _ in job.deliveries), *notes)
             try:
                 with self._reading:
-                    outcome = run_job(self._giver(attempt), launch, view, cancelled, ranks=subset)
+                    outcome = run_job(self._submitted_here(job), view, cancelled)
             except StaleError:
                 self._look_at_events()
                 continue
             notes.clear()
-            if outcome.result.root_cause is not None and not request.internal:
+            if outcome.result.root_cause is not None and not job.internal:
                 self.failed_last = outcome.result.root_cause.rank
             return outcome
 
-    def _giver(self, attempt: int | None = None) -> Giver:
-        def request(order: wire.JobOrder) -> wire.GiveJob:
-            return wire.GiveJob(session=self._key, order=order, attempt=attempt)
-
-        losses = self._losses
-        return Giver(
-            self._runtime,
-            self._line,
-            request,
-            self._take,
-            watching=lambda: self._losses != losses,
-            private=self.detached,
+    def _job(
+        self,
+        work: CellJob | FunctionJob | PushJob | PullJob,
+        title: str,
+        ranks: Sequence[int] | None = None,
+        options: LaunchOptions | None = None,
+    ) -> ClientJob:
+        """Return a job for these ranks; `options` are a cell's own."""
+        return ClientJob(
+            title=title,
+            options=self.options if options is None else within(self.options, options),
+            placement=self.placement,
+            ranks=self._ranks,
+            work=work,
+            subset=None if ranks is None else tuple(ranks),
         )
+
+    def _submitted_here(self, job: ClientJob) -> ClientJob:
+        """Return a job that uses the session's own connection."""
+        losses = self._losses
+        job.line, job.others, job.private = self._line, self._take, self.detached
+        job.watching = lambda: self._losses != losses
+        return job
 
     def _take(self, event: object) -> None:
         """Take an event of the session."""
@@ -574,11 +548,6 @@ class LiveSession:
             finally:
                 self._reading.release()
 
-    def _launch(
-        self, job: CellJob | FunctionJob | PushJob | PullJob, title: str, *, internal: bool
-    ) -> Launch:
-        return Launch(job, self.options, self.placement, {}, title, internal=internal)
-
     def _refuse_if(self, *, at_work: bool) -> None:
         if at_work:
             raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
@@ -617,18 +586,18 @@ class LiveSession:
 
     # --- what the ranks have -------------------------------------------------------------------------
 
-    def _bring(
+    def _capture(
         self,
+        job: ClientJob,
         capture: Callable[[KnowledgeView], Captured],
         namespace: dict[str, Any] | None,
-        ranks: Sequence[int] | None,
         pushed: Mapping[str, Any] | None = None,
-    ) -> _Brought:
+    ) -> None:
         """Capture once for all ranks that know the same; raises what `capture` raises."""
-        chosen = self._chosen(ranks)
+        chosen = self._chosen(job.subset)
         # Before what may be large is captured.
         self._refuse_if_held()
-        now = self._attempt, self._jobs
+        job.captured_for = self._attempt, self._jobs
         self._knowledge.begin(self._attempt, self.world_size)
         payloads, deliveries = [], []
         for view in self._knowledge.views(chosen, self._names, namespace):
@@ -639,29 +608,33 @@ class LiveSession:
             captured = replace(captured, packed=replace(captured.packed, places=(), carried={}, detached=()))
             payloads.append(RankPayload(captured, view.ranks, delivery.objects))
             deliveries.append((view, delivery))
-        again = functools.partial(self._bring, capture, namespace, ranks, pushed)
-        return _Brought(tuple(payloads), tuple(deliveries), now, again)
+        job.payloads, job.deliveries = tuple(payloads), tuple(deliveries)
+        # With the job it would be a cycle, which keeps what the job brings until it is collected.
+        job.capture_again = functools.partial(
+            self._capture, capture=capture, namespace=namespace, pushed=pushed
+        )
 
-    def _with(self, launch: Launch, brought: _Brought) -> tuple[_Brought, Launch]:
-        """Return the launch with its payloads, captured again if the ranks have changed since."""
-        while brought.captured_for != (self._attempt, self._jobs):
-            brought = brought.again()
-        knowledge, deliveries = self._knowledge, brought.deliveries
+    def _capture_for_now(self, job: ClientJob) -> None:
+        """Capture again what a job brings if the ranks have changed since; have what arrives remembered."""
+        while job.captured_for != (self._attempt, self._jobs):
+            job.capture_again(job)
+        job.attempt = self._attempt
+        knowledge, deliveries = self._knowledge, job.deliveries
 
         def remember() -> None:
             for view, delivery in deliveries:
                 knowledge.remember(view, delivery)
 
-        launch = replace(launch, notices=notices(view for view, _ in deliveries))
-        if not any(each.objects is not None and each.objects.wait for each in brought.payloads):
+        waits = any(each.objects is not None and each.objects.wait for each in job.payloads)
+        job.arrived = remember if waits else lambda: None
+        if not waits:
             remember()
-            return brought, replace(launch, payloads=brought.payloads)
+            return
         # Ranks that get nothing wait for those that do: the payload arrives on all of them, or on none.
-        waiting = [
+        job.payloads = tuple(
             replace(each, objects=msgspec.structs.replace(each.objects or Objects(), wait=True))
-            for each in brought.payloads
-        ]
-        return brought, replace(launch, payloads=tuple(waiting), arrived=remember)
+            for each in job.payloads
+        )
 
     def sweep(self) -> None:
         """Drop what is known of objects that the notebook has freed."""
@@ -682,9 +655,7 @@ class LiveSession:
     def jobs(self) -> list[SessionJob]:
         """The jobs that the session was given, the oldest first; the runtime keeps the last 50."""
         answer = self._runtime.ask(wire.ListJobs(session=self._key))
-        return [
-            SessionJob(each, self._runtime, self.placement.backend, self.detached) for each in answer.jobs
-        ]
+        return [SessionJob(each, self._ranks, self.placement, private=self.detached) for each in answer.jobs]
 
     def follow(self, watch: Callable[[str, str], View] | None = None) -> Outcome | None:
         """Show the job that runs, until it has ended; None if there is none.
@@ -697,13 +668,14 @@ class LiveSession:
             return None
         view = (watch or self.watch)(running.title, self.placement.backend)
         with contextlib.ExitStack() as used:
-            giver = self._giver()
+            line = self._line
             if self._reading.acquire(blocking=False):
                 used.callback(self._reading.release)
             else:  # a job in the background has the session's own connection
-                giver = replace(giver, line=used.enter_context(self._runtime.line()))
-            snapshot = giver.line.ask(wire.WatchJob(job=running.number))
-            return watch_job(giver, snapshot, self.placement.backend, view)
+                line = used.enter_context(self._runtime.line())
+            job, snapshot = running._watched(line)  # noqa: SLF001 - of this module
+            job.others = self._take
+            return watch_job(job, snapshot, view)
 
     # --- a look into a rank between its cells ----------------------------------------------------------
 
@@ -844,20 +816,18 @@ class LiveSession:
             raise error
 
     def _begin_job(self) -> BaseException | None:
-        launch = replace(
-            self._launch(FunctionJob(name="start"), "start", internal=True),
-            payloads=(RankPayload(capture_call(type(None), (), {}, None)),),
-            # The timeout is for the user's jobs; starting has limits of its own.
-            options=replace(self.options, timeout=None),
-        )
+        job = self._job(FunctionJob(name="start"), "start")
+        job.payloads, job.internal = (RankPayload(capture_call(type(None), (), {}, None)),), True
+        # The timeout is for the user's jobs; starting has limits of its own.
+        job.options = replace(self.options, timeout=None)
         # The wait for nodes may be long, so it is shown.
-        view = SilentView() if self.options.on is None else self.watch("start", launch.backend)
+        view = SilentView() if self.options.on is None else self.watch("start", job.backend)
         with self._busy, self._reading:
-            return run_job(self._giver(), launch, view).error
+            return run_job(self._submitted_here(job), view).error
 
 
-def _opened(runtime: Runtime, request: wire.OpenSession) -> tuple[ClientLine, int]:
-    """Have a session's ranks started; return the connection to them, and their attempt."""
+def _opened(runtime: Runtime, request: wire.OpenRanks) -> tuple[ClientLine, wire.Opened]:
+    """Have a session's ranks started; return the connection to them, and where they are."""
     line = runtime.take_line()
     number = None
     try:
@@ -874,7 +844,7 @@ def _opened(runtime: Runtime, request: wire.OpenSession) -> tuple[ClientLine, in
     except BaseException:
         line.close()
         raise
-    return line, opened.attempt
+    return line, opened
 
 
 def _is_ours(client: wire.ClientRecord) -> bool:
@@ -909,7 +879,9 @@ class SessionJob:
     runs), `given_by`, and `dropped`: what is no longer kept of it.
     """
 
-    def __init__(self, record: wire.JobRecord, runtime: Runtime, backend: str, private: bool) -> None:  # noqa: FBT001 - of ours alone
+    def __init__(
+        self, record: wire.JobRecord, ranks: JobRanks, placement: wire.Placement, *, private: bool
+    ) -> None:
         self.number = record.number
         self.title = record.title
         self.state = record.state
@@ -917,9 +889,22 @@ class SessionJob:
         self.ended = record.ended
         self.given_by = record.given_by
         self.dropped = record.dropped
-        self._runtime = runtime
-        self._backend = backend
+        self._ranks = ranks
+        self._placement = placement
         self._private = private
+
+    def _watched(self, line: ClientLine) -> tuple[ClientJob, wire.JobSnapshot]:
+        """Return the job as this process watches it, and its state by now."""
+        snapshot = line.ask(wire.WatchJob(job=self.number))
+        job = ClientJob(
+            title=self.title,
+            options=snapshot.options,
+            placement=self._placement,
+            ranks=self._ranks,
+            private=self._private,
+        )
+        job.line = line
+        return job, snapshot
 
     def result(self, *, check: bool = True) -> RunResult:
         """Wait for the end of the job and return its result; raises what the run raised.
@@ -927,18 +912,12 @@ class SessionJob:
         With `check=False` a failed run is returned. An interrupt (Ctrl-C, the notebook's stop button) ends
         the wait by `nblaunch.StoppedWatchingError`, and the job goes on.
         """
-        with self._runtime.line() as line:
-            snapshot = line.ask(wire.WatchJob(job=self.number))
-            giver = Giver(self._runtime, line, _gives_nothing, private=self._private)
-            return watch_job(giver, snapshot, self._backend, SilentView()).unwrap(check=check)
+        with self._ranks.runtime.line() as line:
+            return watch_job(*self._watched(line), SilentView()).unwrap(check=check)
 
     def __repr__(self) -> str:
         """Return title and state in one line."""
         return f"<SessionJob {self.title!r}: {self.state}>"
-
-
-def _gives_nothing(_: wire.JobOrder) -> wire.Request[wire.Given | wire.Stale]:
-    raise NotImplementedError
 
 
 def _namespace_of(fn: Callable[..., Any]) -> dict[str, Any] | None:

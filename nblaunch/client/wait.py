@@ -5,14 +5,13 @@ from __future__ import annotations
 import getpass
 import threading
 import time
-from collections.abc import Callable
 from typing import cast
 
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
-from nblaunch.client.jobs import JobView
-from nblaunch.client.line import ClientLine, deferring_interrupts, noting_interrupts
+from nblaunch.client.jobs import ClientJob
+from nblaunch.client.line import deferring_interrupts, noting_interrupts
 from nblaunch.protocol.client import InterruptJob, Reply
 from nblaunch.protocol.framing import FrameKind
 from nblaunch.protocol.messages import Answer, Asked
@@ -61,9 +60,8 @@ _MOST_LINES = 60
 class Prompts:
     """Asks the user what a job's ranks ask, and sends the answers."""
 
-    def __init__(self, job: JobView, line: ClientLine) -> None:
+    def __init__(self, job: ClientJob) -> None:
         self._job = job
-        self._line = line
         self._shown: dict[int, int] = {}
 
     def ask(self) -> bool:
@@ -75,7 +73,7 @@ class Prompts:
             answer = Answer(asked.number, text=self._typed(asked))
         except Exception as error:  # noqa: BLE001 - a front end without an input field, an end of file
             answer = Answer(asked.number, error=f"nobody could be asked: {error}")
-        self._line.send(Reply(job=self._job.number, rank=asked.rank, answer=answer))
+        self._job.line.send(Reply(job=self._job.number, rank=asked.rank, answer=answer))
         return True
 
     def _typed(self, asked: Asked) -> str:
@@ -115,31 +113,19 @@ class JobWait:
     Stopping the notebook interrupts the job, and goes on following it; the second time its ranks are ended.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - a job, what shows it and what can end the wait
-        self,
-        line: ClientLine,
-        job: JobView,
-        view: View,
-        cancelled: threading.Event | None,
-        others: Callable[[object], None] = lambda _: None,
-        watching: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, job: ClientJob, view: View, cancelled: threading.Event | None = None) -> None:
         """Prepare the wait; setting `cancelled` interrupts the job, from any thread.
 
-        `others` is called with all events, those of the session too. While `watching()` is true, an interrupt
-        ends the wait alone.
+        While the job is only watched, an interrupt ends the wait alone.
         """
-        self._watching = watching
         self.interrupt: KeyboardInterrupt | None = None
         """The first interrupt."""
-        self._line = line
         self._job = job
         self._view = view
         self._cancelled = cancelled or threading.Event()
         self._raised = False
         """Whether an interrupt was raised on this thread since the last one that came here."""
-        self._others = others
-        self._prompts = Prompts(job, line)
+        self._prompts = Prompts(job)
         self._interrupts = 0
         self._sent = 0
         self._draw_at = time.monotonic() + _DRAW_SECONDS
@@ -157,7 +143,7 @@ class JobWait:
                     self._follow()
                 except KeyboardInterrupt as interrupt:
                     self._raised = False
-                    if self._watching():
+                    if self._job.watching():
                         raise StoppedWatchingError from interrupt
                     self.interrupted(interrupt)
 
@@ -172,7 +158,7 @@ class JobWait:
         if self._interrupts > _MOST_INTERRUPTS:
             # Those that were noted and not sent yet: once it answers again, the job is to end.
             for _ in range(_MOST_INTERRUPTS - self._sent):
-                self._line.send(InterruptJob(job=self._job.number))
+                self._job.line.send(InterruptJob(job=self._job.number))
             raise left_alone() from interrupt
 
     def send_interrupts(self) -> None:
@@ -181,7 +167,7 @@ class JobWait:
         if self._interrupts > self._sent == 0 and self._job.private and _notebook.ends_within(_END_SECONDS):
             raise StoppedWatchingError
         while self._sent < self._interrupts:
-            self._line.send(InterruptJob(job=self._job.number))
+            self._job.line.send(InterruptJob(job=self._job.number))
             self._sent += 1
 
     def _follow(self) -> None:
@@ -197,22 +183,22 @@ class JobWait:
 
     def _take_all(self) -> None:
         """Fold all that is here; where nothing is, wait until the next drawing is due."""
-        while self._job.end is None and self._line.poll(max(self._draw_at - time.monotonic(), 0.0)):
+        while self._job.end is None and self._job.line.poll(max(self._draw_at - time.monotonic(), 0.0)):
             # A message that was read and not folded would be lost.
             with deferring_interrupts():
-                for _ in range(max(self._line.kept, 1)):
+                for _ in range(max(self._job.line.kept, 1)):
                     self._take()
             if time.monotonic() >= self._draw_at:
                 return
 
     def _take(self) -> None:
-        frame = self._line.next(0.0)
+        frame = self._job.line.next(0.0)
         if frame is None:
             return
         kind, number, content = frame
         if kind is FrameKind.EVENT:
             self._job.take(content)
-            self._others(content)
+            self._job.others(content)
         elif number == self._job.number:
             self._job.fold(cast("Message", content))
 

@@ -83,12 +83,12 @@ class RankAgent(LocalElasticAgent):
         self._stream = EventStream(wanted.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
         spec = WorkerSpec(
-            role=settings.role,
+            role=settings.options.role,
             local_world_size=settings.nproc,
             entrypoint=preload.run_rank,
             rdzv_handler=self.rendezvous,
-            max_restarts=settings.max_restarts,
-            monitor_interval=settings.monitor_interval,
+            max_restarts=settings.options.max_restarts,
+            monitor_interval=settings.options.monitor_interval,
             local_addr=settings.rdzv.local_addr if settings.rdzv is not None else _LOOPBACK,
         )
         spec.event_log_handler = self._stream.name
@@ -161,7 +161,7 @@ class RankAgent(LocalElasticAgent):
         self._others = others
         self._succeeded = succeeded
         self._ordered.set()
-        self._leave_by = time.monotonic() + self.settings.shutdown_timeout
+        self._leave_by = time.monotonic() + self.settings.options.shutdown_timeout
         for slot in self._slots():
             slot.released = True
         self._waker.wake()
@@ -253,7 +253,7 @@ class RankAgent(LocalElasticAgent):
         wanted = self.settings.processes
         prefixes = line_prefixes(
             wanted.log_line_prefix_template,
-            self.settings.role,
+            self.settings.options.role,
             {worker.local_rank: worker.global_rank for worker in worker_group.workers},
         )
         for stream, logs, words in (
@@ -420,7 +420,7 @@ class RankAgent(LocalElasticAgent):
                 os.kill(process.pid, signal.SIGTERM)
                 # A stopped process (SIGSTOP, Ctrl-Z) handles nothing until it goes on.
                 os.kill(process.pid, signal.SIGCONT)
-        deadline = time.monotonic() + self.settings.grace
+        deadline = time.monotonic() + self.settings.options.grace
         while (left := deadline - time.monotonic()) > 0 and not self._grace_over.is_set():
             alive = [process for process in alive if process.exitcode is None]
             if not alive:

@@ -19,6 +19,7 @@ from nblaunch._inherited import (
     RANK_PER_PEER,
     allows,
     check_descriptors,
+    limits,
     too_few_descriptors,
 )
 
@@ -44,7 +45,7 @@ def make_room(nproc: int, *, replaced: int = 0) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(in_use(soft) - _PIPES * replaced, 0)
     needed = used + RUNTIME_AT_ALL + RUNTIME_PER_RANK * nproc
-    check_descriptors(nproc)
+    check_descriptors(nproc, limits())
     if allows(soft, needed):
         return
     if not allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):

@@ -25,9 +25,9 @@ from typing import Any
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
-from nblaunch._keeper import FORK_SERVER_LOG, absolute_path, directory_or_root, environment, start
+from nblaunch._keeper import FORK_SERVER_LOG, absolute_path, directory_or_root
 from nblaunch._process_tree import die_with_parent
-from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch._runtime_dir import RuntimeDirectory, remove_tree
 from nblaunch.elastic import descriptors, keeper
 
 START_METHOD = "nblaunch"
@@ -56,38 +56,27 @@ class AbandonedError(Exception):
 
 
 class Server:
-    """The fork server, as those see it who have it fork: started on first use, and again if it died.
+    """The fork server beside a runtime or a node program; all are the keeper's children, and end with it.
 
-    Its requests go to the fork server, its orders to the keeper.
+    It is started again if it died. Its requests go to the fork server, its orders to the keeper.
     """
 
-    def __init__(self, directory: RuntimeDirectory, environ: dict[str, str]) -> None:
+    def __init__(
+        self,
+        requests: socket.socket,
+        orders: socket.socket,
+        directory: RuntimeDirectory,
+        environ: dict[str, str],
+    ) -> None:
+        """`environ` is that under which it has loaded Python, torch and what they need."""
         self.directory = directory
-        self.environ = environ
-        """The environment under which it has loaded Python, torch and what they need."""
+        self._environ = environ
         self.has_forked = False
         self._lock = threading.RLock()
-        self._orders: socket.socket | None = None
-        self._requests: socket.socket | None = None
-        self._log = Path()
+        self._orders = orders
+        self._requests: socket.socket | None = requests
+        self._log = directory.root() / FORK_SERVER_LOG
         self._count = 0
-
-    @staticmethod
-    def own(directory: RuntimeDirectory) -> OwnServer:
-        """Return the server of a process that starts a keeper itself."""
-        return OwnServer(directory)
-
-    @staticmethod
-    def given(
-        requests: socket.socket, orders: socket.socket, directory: RuntimeDirectory, environ: dict[str, str]
-    ) -> GivenServer:
-        """Return the server of a runtime, which its keeper has started, and starts again when ordered."""
-        return GivenServer(requests, orders, directory, environ)
-
-    @property
-    def pid(self) -> int | None:
-        """The keeper's process id, None if there is none."""
-        return os.getppid()
 
     def ensure_running(self) -> None:
         """Start the fork server if it is not running; does not wait until it is ready."""
@@ -101,13 +90,6 @@ class Server:
                         raise _refused(number) from error
                     raise
 
-    def _start(self) -> None:
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """End the fork server and whatever is below it, and wait until it is gone."""
-        raise NotImplementedError
-
     def _answers(self, kind: bytes) -> bool:
         """Give the keeper an order; return whether it and the fork server are there, and can be reached."""
         try:
@@ -116,21 +98,23 @@ class Server:
             return False
 
     def _order(self, kind: bytes, rest: bytes = b"", fds: Sequence[int] = ()) -> int:
-        """Give the keeper an order; return its error number. Raises `OSError` where it cannot be reached."""
-        if self._orders is None:
-            raise BrokenPipeError
+        """Give the keeper an order; return its error number. Raises `OSError` where it cannot be reached.
+
+        Without a keeper this process ends, as the system is about to have it.
+        """
         self._orders.settimeout(_ANSWER_TIMEOUT)
         self._count = self._count % 255 + 1
-        socket.send_fds(self._orders, [keeper.ORDER.pack(kind, self._count, len(rest)), rest], fds)
-        while len(answer := self._orders.recv(keeper.ANSWER.size)) == keeper.ANSWER.size:
-            number, error = keeper.ANSWER.unpack(answer)
-            if number == self._count:  # others answer orders that were interrupted
-                return int(error)
-        raise ConnectionResetError
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self._orders, [keeper.ORDER.pack(kind, self._count, len(rest)), rest], fds)
+            while len(answer := self._orders.recv(keeper.ANSWER.size)) == keeper.ANSWER.size:
+                number, error = keeper.ANSWER.unpack(answer)
+                if number == self._count:  # others answer orders that were interrupted
+                    return int(error)
+        os._exit(1)
 
     def loaded_under(self) -> dict[str, str]:
-        """Return the environment under which the fork server has loaded torch, or will."""
-        return self.environ or environment()
+        """Return the environment under which the fork server has loaded torch."""
+        return self._environ
 
     @contextlib.contextmanager
     def forking(self, *, abandon: threading.Event | None = None) -> Iterator[None]:
@@ -185,96 +169,6 @@ class Server:
         with contextlib.suppress(OSError):
             text = self._log.read_text(errors="replace")[-4000:]
         return f"Its last words:\n{text}" if text else "It printed nothing."
-
-
-class OwnServer(Server):
-    """The fork server of a process without a runtime, and its keeper, which ends with it."""
-
-    def __init__(self, directory: RuntimeDirectory) -> None:
-        super().__init__(directory, {})
-        self._keeper: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """The keeper's process id."""
-        return self._keeper.pid if self._keeper is not None else None
-
-    def _alive(self) -> bool:
-        return self._keeper is not None and self._keeper.poll() is None
-
-    def _order(self, kind: bytes, rest: bytes = b"", fds: Sequence[int] = ()) -> int:
-        """Give the keeper an order. A fork server that has been killed takes it along, a moment later."""
-        if not self._alive():
-            raise BrokenPipeError
-        return super()._order(kind, rest, fds)
-
-    def _start(self) -> None:
-        self.has_forked = False
-        root = self.directory.root()
-        self._log = root / FORK_SERVER_LOG
-        with contextlib.ExitStack() as stack:
-            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
-            asking, asked = (stack.enter_context(each) for each in socket.socketpair())
-            fds = asked.fileno(), theirs.fileno()
-            self.environ = environment()
-            arguments = (*fds, os.getpid(), os.fspath(root))
-            self._keeper = start("main", arguments, root=root, environ=self.environ, fds=fds)
-            self._orders, self._requests = ours.dup(), asking.dup()
-
-    def stop(self) -> None:
-        """End the keeper, the fork server and whatever is below it, and wait until they are gone."""
-        with self._lock:
-            if self._alive() and self._orders is not None and self._keeper is not None:
-                with contextlib.suppress(OSError):
-                    self._orders.sendall(keeper.ORDER.pack(keeper.END, 0, 0))
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._keeper.wait(_STOP_TIMEOUT)
-                if self._keeper.poll() is None:
-                    self._keeper.kill()
-                    self._keeper.wait()
-            for each in (self._orders, self._requests):
-                if each is not None:
-                    each.close()
-            self._keeper = self._orders = self._requests = None
-
-
-def server_of_fork(requests_fd: int, orders_fd: int, root: str, keeper_pid: int) -> GivenServer:
-    """Return the fork server that this process is the first fork of, once the keeper watches this process.
-
-    The arguments are what `preload.serve` calls a runtime with. From here on this process ends with the
-    keeper.
-    """
-    # The process between the fork server and this one has to end first.
-    deadline = time.monotonic() + _ADOPTION_SECONDS
-    while os.getppid() != keeper_pid and time.monotonic() < deadline:
-        time.sleep(0.0005)
-    die_with_parent(keeper_pid)
-    requests, orders = (socket.socket(fileno=fd) for fd in (requests_fd, orders_fd))
-    server = Server.given(requests, orders, RuntimeDirectory(Path(root)), dict(os.environ))
-    server.adopted()
-    return server
-
-
-class GivenServer(Server):
-    """The fork server beside a runtime; both are the keeper's children, and end with it."""
-
-    def __init__(
-        self,
-        requests: socket.socket,
-        orders: socket.socket,
-        directory: RuntimeDirectory,
-        environ: dict[str, str],
-    ) -> None:
-        super().__init__(directory, environ)
-        self._requests, self._orders = requests, orders
-        self._log = directory.root() / FORK_SERVER_LOG
-
-    def _order(self, kind: bytes, rest: bytes = b"", fds: Sequence[int] = ()) -> int:
-        """Give the keeper an order. Without a keeper this process ends, as the system is about to have it."""
-        try:
-            return super()._order(kind, rest, fds)
-        except ConnectionError:
-            os._exit(1)
 
     def adopted(self) -> None:
         """Have the keeper watch this process, its child, as the runtime."""
@@ -335,6 +229,23 @@ class GivenServer(Server):
                 self._requests = None
             with contextlib.suppress(OSError):
                 self._order(keeper.END)
+
+
+def server_of_fork(requests_fd: int, orders_fd: int, root: str, keeper_pid: int) -> Server:
+    """Return the fork server that this process is the first fork of, once the keeper watches this process.
+
+    The arguments are what `preload.serve` calls a runtime with. From here on this process ends with the
+    keeper.
+    """
+    # The process between the fork server and this one has to end first.
+    deadline = time.monotonic() + _ADOPTION_SECONDS
+    while os.getppid() != keeper_pid and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    die_with_parent(keeper_pid)
+    requests, orders = (socket.socket(fileno=fd) for fd in (requests_fd, orders_fd))
+    server = Server(requests, orders, RuntimeDirectory(Path(root)), dict(os.environ))
+    server.adopted()
+    return server
 
 
 class RankPopen(popen_forkserver.Popen):
@@ -520,6 +431,29 @@ def register() -> str:
     contexts: dict[str, context.BaseContext] = context._concrete_contexts  # type: ignore[attr-defined]  # noqa: SLF001
     contexts.setdefault(START_METHOD, RankContext())
     return START_METHOD
+
+
+def try_fork(server: Server, seconds: float) -> tuple[str, ...]:
+    """Fork a process, as a rank is forked; return the architectures that its torch has code for.
+
+    Asked there: torch may initialise CUDA to answer. Raises `LaunchError` if it does not end in time.
+    """
+    from nblaunch.elastic.placement import write_architectures  # not where ranks import this module
+
+    answer = server.directory.make("forked-") / "architectures"
+    process = RankProcess(target=write_architectures, args=(str(answer),), name="nblaunch-tried")
+    try:
+        with server.forking():
+            process.start()
+        process.join(seconds)
+        if process.exitcode is None:
+            process.kill()
+            msg = f"a process was forked, and did not end within {seconds:g} s"
+            raise LaunchError(msg, phase="fork")
+        process.close()
+        return tuple(json.loads(answer.read_text())) if answer.exists() else ()
+    finally:
+        remove_tree(answer.parent)
 
 
 def kill_group(pid: int) -> None:

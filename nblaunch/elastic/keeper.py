@@ -5,16 +5,15 @@
 
 The runtime is forked from the fork server, which has torch, and becomes the keeper's child when the process
 between them has ended. So a fork server that is killed takes its ranks along, and not the runtime.
-In place of a runtime there may be a node program (`nodes.host`). The doctor keeps a fork server alone
-(`main`).
+In place of a runtime there may be a node program (`nodes.host`).
 
 The keeper is the subreaper of everything below it: a child that a rank left behind, even one that started a
 session of its own, becomes the keeper's child when that rank is gone. So "no process of ours is alive" is one
 rule: *a child of the keeper that is neither the fork server nor the runtime does not live*. It is applied
 
 * when the runtime orders it, at the end of each worker group, and
-* when the fork server is gone: then the runtime may order another one. Where there is no runtime, or none
-  yet, the keeper goes too, and
+* when the fork server is gone: then the runtime may order another one. Where there is none yet, the keeper
+  goes too, and
 * when the runtime is gone, or the kernel that it is bound to, for whatever reason, or at SIGUSR1: then all
   go, the private directory, and the runtime's entry in the registry. Once the runtime is gone, the keeper
   runs the commands that it registered: they give back what is no process of ours, such as a job in a queue.
@@ -53,7 +52,7 @@ ORDER = struct.Struct("<cBH")
 SWEEP = b"s"
 PING = b"p"
 END = b"e"
-"""End the fork server; where there is no runtime, the keeper too, without an answer."""
+"""End the fork server."""
 START = b"f"
 """Start another fork server; with it comes the end of a socket that it is to read requests from."""
 ADOPTED = b"a"
@@ -85,17 +84,6 @@ _COMMANDS_PATIENCE, _COMMANDS_SECONDS = 2.0, 30.0
 _PARENT_STEP = 0.05
 # Cleaners of temporary directories remove what is days old.
 _FRESHEN_SECONDS = 3600
-
-
-def main(requests_fd: int, orders_fd: int, kernel_pid: int, root: str) -> None:
-    """Keep a fork server for the kernel, which has the other ends of both sockets; returns never."""
-    keeper = _Keeper(socket.socket(fileno=orders_fd), kernel_pid, root)
-    keeper.fork_server(requests_fd)
-    kernel_lives = False
-    try:
-        kernel_lives = keeper.watch()
-    finally:
-        keeper.end(remove=not kernel_lives or os.getppid() != kernel_pid)
 
 
 def keep_runtime(link_fd: int, kernel_pid: int, root: str, live: str) -> None:
@@ -183,8 +171,8 @@ class _Keeper:
         finally:
             os._exit(1)
 
-    def watch(self) -> bool:
-        """Obey orders until nothing is to be kept any more; return whether the kernel goes on without us."""
+    def watch(self) -> None:
+        """Obey orders until nothing is to be kept any more."""
         if self._kernel:
             # The socket alone is not enough: a process that the user forked from the kernel holds it open.
             self._ends[self._kernel] = process_end(self._kernel)
@@ -201,26 +189,18 @@ class _Keeper:
                 os.read(self._children_end, select.PIPE_BUF)
                 _reap(_children() - {self._server, self._runtime}, deadline=0)
             ended = {pid for pid, fd in self._ends.items() if fd in ready}
-            if ended & {self._kernel, self._runtime}:
-                return False
+            if ended & {self._kernel, self._runtime} or (self._server in ended and not self._runtime):
+                return
             if self._server in ended:
-                if not self._runtime:
-                    return True
                 self._lose_server()
-            if self._orders.fileno() in ready:
-                kind = self._obey()
-                if kind == END and not self._runtime:
-                    return True
-                if not kind:
-                    # The other end is closed: the kernel has called exec, for example.
-                    return False
-        return False
+            if self._orders.fileno() in ready and not self._obey():
+                return  # the other end is closed
 
-    def _obey(self) -> bytes:
-        """Carry out one order; return its kind, empty where there are no more."""
+    def _obey(self) -> bool:
+        """Carry out one order; return whether there was one."""
         header, fds, _, _ = socket.recv_fds(self._orders, ORDER.size, 1, socket.MSG_WAITALL)
         if len(header) < ORDER.size:
-            return b""
+            return False
         kind, number, length = ORDER.unpack(header)
         rest = self._orders.recv(length, socket.MSG_WAITALL) if length else b""
         error = 0
@@ -242,14 +222,13 @@ class _Keeper:
                 self.fork_server(fds[0])
             except OSError as refused:
                 error = refused.errno or 1
-        elif self._runtime and kind == END:
+        elif kind == END:
             self._lose_server()
         elif kind == SWEEP:
             _sweep({self._server, self._runtime})
-        if kind != END or self._runtime:
-            gone = self._server not in self._ends
-            self._orders.sendall(ANSWER.pack(number, error or (GONE if gone else 0)))
-        return bytes(kind)
+        gone = self._server not in self._ends
+        self._orders.sendall(ANSWER.pack(number, error or (GONE if gone else 0)))
+        return True
 
     def _lose_server(self) -> None:
         """End the fork server, if it is there, and all that it has forked but the runtime."""
@@ -259,8 +238,8 @@ class _Keeper:
             os.close(self._alive)
             self._server = 0
 
-    def end(self, *, remove: bool = True) -> NoReturn:
-        """End all that is kept, `remove` what it has left on the disk, and exit."""
+    def end(self) -> NoReturn:
+        """End all that is kept, remove what it has left on the disk, and exit."""
         for pid in (self._server, self._runtime):
             if pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -271,11 +250,10 @@ class _Keeper:
         apart = _run_apart(self._at_end)
         _sweep({apart}, _ends_with_its_nodes, _NODES_PATIENCE)
         _await(apart)
-        if remove:
-            shutil.rmtree(self._root, ignore_errors=True)
-            if self._entry:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._entry)
+        shutil.rmtree(self._root, ignore_errors=True)
+        if self._entry:
+            with contextlib.suppress(OSError):
+                os.unlink(self._entry)
         os._exit(0)
 
 

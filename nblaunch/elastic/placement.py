@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from nblaunch import _devices
 from nblaunch._errors import OptionError
@@ -375,3 +377,12 @@ def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_ran
         why = f"torch {torch.__version__} cannot do that ({error})"
         msg = f"{asked}, but {why}. Use torch 2.13, or leave it out."
         raise OptionError(msg, kind=FailureKind.TORCH_VERSION) from error
+
+
+def write_architectures(path: str) -> None:
+    """Write which GPUs this process's torch has code for."""
+    import torch
+
+    # The driver is asked how many GPUs there are, which is quicker than to initialise them.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    Path(path).write_text(json.dumps(torch.cuda.get_arch_list()))

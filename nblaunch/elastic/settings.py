@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Event
 
 
@@ -37,15 +40,14 @@ class AgentEvents(Protocol):
         """Handle the agent's end; `error` is set if it failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A worker process: its ranks, and where its output goes."""
+class Worker(msgspec.Struct, frozen=True):
+    """A worker process: its ranks, and where its output goes on this machine."""
 
     rank: int
     local_rank: int
     pid: int
-    stdout: str
-    stderr: str
+    stdout: str = ""
+    stderr: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +101,10 @@ class RendezvousConfig:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """The options of one worker group that concern the agent."""
+    """What the agent of one worker group is told: the options, and what has been made of them."""
 
     nproc: int
-    role: str
-    max_restarts: int
-    monitor_interval: float
-    grace: float
-    shutdown_timeout: int
+    options: LaunchOptions
     run_id: str
     log_dir: Path
     private_logs: bool = field(default=False, kw_only=True)

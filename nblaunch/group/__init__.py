@@ -13,7 +13,7 @@ has many. The hub thread serves the clients, too; a job has a thread of its own 
 0.1 s or is interrupted.
 
 A job, from a cell to its value, across client, runtime and rank:
-    place     options -> placement, environment           client > runtime   PlaceRun: before any rank starts
+    place     options -> placement, environment           client > runtime   OpenRanks: before any rank starts
     prepare   a cell, a call, a script -> payloads        client             prepare_cell, prepare_call, ...
     give      JobOrder -> Job, payloads held              client > runtime   run_job; launch, jobs, sessions
     begin     Prepare -> process group -> Entered(READY)  runtime > rank     until all ranks are ready

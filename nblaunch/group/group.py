@@ -301,10 +301,10 @@ class WorkerGroup:
         def given() -> None:
             self.job = job
             if job is None:
-                self._feed(lifecycle.JobGiven(prepare, self.settings.grace))
+                self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace))
                 return
             job.logs = self._logs.begin_job(self.attempt)
-            self._feed(lifecycle.JobGiven(prepare, self.settings.grace, job.state, job.internal))
+            self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace, job.state, job.internal))
 
         self._hub.call(given)
 
@@ -451,7 +451,7 @@ class WorkerGroup:
 
     def adopt(self, settings: AgentSettings) -> None:
         """Give the next job its own grace period."""
-        self.settings = replace(self.settings, grace=settings.grace)
+        self.settings = replace(self.settings, options=settings.options)
         self._agent.adopt(self.settings)
 
     def remove_when_closed(self, logs: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What a runtime, a node or the doctor has once to run ranks.
+"""What a runtime or a node has once to run ranks.
 
 Each part is made when it is first used, and stands on those above it:
 
@@ -17,16 +17,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch.elastic.agent import join_all
 from nblaunch.elastic.forkserver import Server
-
-# The rest is imported on first use: the fork server starts while this process imports torch.
-if TYPE_CHECKING:
-    from nblaunch.group.group import WorkerGroup
-    from nblaunch.group.hub import Hub
-    from nblaunch.group.standby import Standby
+from nblaunch.group.group import WorkerGroup
+from nblaunch.group.hub import Hub
+from nblaunch.group.standby import Standby
 
 _END_SECONDS = 30.0
 # What an agent does once its ranks are gone takes milliseconds.
@@ -43,9 +40,9 @@ class UsedByGroups(Protocol):
 class LocalRuntime:
     """The parts of one process; its methods may be called on any thread."""
 
-    def __init__(self, server: Server | None = None) -> None:
-        """Use the fork server of a runtime process, or start one with its keeper where it is needed."""
-        self.server = server or Server.own(RuntimeDirectory())
+    def __init__(self, server: Server) -> None:
+        """Use the fork server beside this process."""
+        self.server = server
         self.directory = self.server.directory
         self._lock = threading.RLock()
         self._hub: Hub | None = None
@@ -57,8 +54,6 @@ class LocalRuntime:
     @property
     def hub(self) -> Hub:
         """The hub, which ranks can reach. Raises `LaunchError` if its socket cannot be bound."""
-        from nblaunch.group.hub import Hub
-
         with self._lock:
             if self._hub is not None and self._hub.usable:
                 self._hub.be_reachable()
@@ -71,8 +66,6 @@ class LocalRuntime:
     @property
     def standby(self) -> Standby:
         """What keeps the standby group."""
-        from nblaunch.group.standby import Standby
-
         with self._lock:
             self._standby = self._standby or Standby()
             return self._standby
@@ -119,8 +112,6 @@ class LocalRuntime:
         self.directory.remove()
         self.server.stop()
         if self._hub is not None:
-            from nblaunch.elastic.agent import join_all
-
             # Also those of runs whose ranks were still leaving.
             join_all(_AGENT_SECONDS)
             with self._lock:

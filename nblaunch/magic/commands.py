@@ -91,9 +91,9 @@ def _run(line: str, _: Namespace) -> object:
         )
         raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     script, *args = parsed.rest
-    launch = prepare_script(script, args, None, options)
-    view = view_of(launch.title, launch.backend, launch.placement.note)
-    return perform_job(functools.partial(run_fresh, launch, view), options, _notebook.shell())
+    job = prepare_script(script, args, None, options)
+    view = view_of(job.title, job.backend, job.placement.note)
+    return perform_job(functools.partial(run_fresh, job, view), options, _notebook.shell())
 
 
 _MACRO = re.compile(r"\$\{(\w+)\}")

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -20,14 +19,14 @@ from nblaunch._help import FailureKind
 from nblaunch._results import Handle, Perform
 from nblaunch.capture.capture import RANK_NAMES, capture_cell
 from nblaunch.capture.names import cell_names
+from nblaunch.client.jobs import ClientJob, RankPayload
 from nblaunch.client.knowledge import own_name_notice
-from nblaunch.client.launch import Launch, RankPayload, place_launch, refuse_inside_rank
+from nblaunch.client.launch import fresh_job, refuse_inside_rank
 from nblaunch.client.run import run_fresh
 from nblaunch.magic import auto, completion, export, sessions
 from nblaunch.magic.commands import command, command_completions, perform_job, with_macros_kept
 from nblaunch.options.launch import LaunchOptions, refuse_session_options
 from nblaunch.options.line import option_completions, options_help, options_on_a_screen, parse_line
-from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import CellJob
 from nblaunch.view.display import view_of
 
@@ -73,7 +72,7 @@ class DistributedMagics(Magics):
         first_line = 1 if inserted else 2
         filename, title = self._name(cell if first_line == 1 else f"%%distributed {line}\n{cell}")
         number = self.shell.displayhook.prompt_count
-        job = CellJob(
+        work = CellJob(
             source=cell,
             filename=filename,
             title=title,
@@ -83,16 +82,16 @@ class DistributedMagics(Magics):
             flags=_notebook.future_flags(),
         )
         if session is None:
-            placement, environ, unheeded = _place(options)
-            launch = Launch(job, options, placement, environ, "cell", unheeded=unheeded)
-            perform = self._prepare_fresh(job, launch)
+            job = _fresh_cell(options)
+            placement, job.work = job.placement, work
+            perform = self._prepare_fresh(work, job)
         else:
             placement = session.placement
             sessions.check_cell_options(session, options)
             perform = self._captured(
-                job,
+                work,
                 lambda plain, transform: session.prepare_cell(
-                    job, plain, self.shell.user_ns, transform, ranks=options.ranks, options=options
+                    work, plain, self.shell.user_ns, transform, ranks=options.ranks, options=options
                 ),
             )
         ran = export.about_to_run(number, cell, options, placement, session)
@@ -102,16 +101,16 @@ class DistributedMagics(Magics):
         claim = session.claim if session is not None else lambda: None
         return perform_job(perform, options, self.shell, claim)
 
-    def _prepare_fresh(self, job: CellJob, launch: Launch) -> Perform:
+    def _prepare_fresh(self, work: CellJob, job: ClientJob) -> Perform:
         """Prepare a run on fresh ranks; raises all that can be wrong with it."""
         captured = self._captured(
-            job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
+            work, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
         )
         reached = captured.used | captured.packed.carried.keys()
-        notices = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
-        launch = replace(launch, payloads=(RankPayload(captured),), notices=notices)
-        view = view_of("cell", launch.backend, launch.placement.note)
-        return functools.partial(run_fresh, launch, view)
+        job.payloads = (RankPayload(captured),)
+        job.notices = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
+        view = view_of("cell", job.backend, job.placement.note)
+        return functools.partial(run_fresh, job, view)
 
     def _expanded(self, line: str) -> str:
         try:
@@ -126,23 +125,23 @@ class DistributedMagics(Magics):
         filename: str = self.shell.compile.cache(source, number, raw_code=source)
         return filename, _notebook.title_of(filename)
 
-    def _captured(self, job: CellJob, capture: Callable[[str, Callable[[str], str]], T]) -> T:
+    def _captured(self, work: CellJob, capture: Callable[[str, Callable[[str], str]], T]) -> T:
         """Capture what the cell uses; a `SyntaxError` in it names the cell's own line."""
         with auto.suspended():
-            transformed = "\n" * (job.first_line - 1) + self.shell.transform_cell(job.source)
+            transformed = "\n" * (work.first_line - 1) + self.shell.transform_cell(work.source)
             try:
                 return capture(transformed, self.shell.transform_cell)
             except SyntaxError as error:
-                error.filename = job.filename
+                error.filename = work.filename
                 raise error.with_traceback(None) from None
 
 
-def _place(options: LaunchOptions) -> tuple[Placement, dict[str, str], str]:
-    """Decide where a cell on fresh ranks runs. Raises `OptionError` for `--ranks`."""
+def _fresh_cell(options: LaunchOptions) -> ClientJob:
+    """Return the job of a cell on fresh ranks. Raises `OptionError` for `--ranks`."""
     if options.ranks is not None:
         msg = "--ranks chooses ranks of a session, and no session runs this cell. Leave it out."
         raise OptionError(msg, kind=FailureKind.NO_SESSION)
-    return place_launch(options)
+    return fresh_job("cell", options)
 
 
 def register(shell: InteractiveShell) -> None:

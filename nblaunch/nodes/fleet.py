@@ -57,6 +57,7 @@ from nblaunch.nodes.process import ProcessEngine
 from nblaunch.nodes.reach import ReachCheck
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import NodeEnvironment
 from nblaunch.protocol.messages import (
     Dispatch,
@@ -89,20 +90,11 @@ class FleetSettings:
 
     least: int
     most: int
-    nproc: int | str
-    backend: str
-    """As asked."""
+    options: LaunchOptions
     directed: bool = True
     """Whether the fleet decides who takes part; else torch's rendezvous, at an endpoint."""
-    here: bool = False
-    """Whether this machine has a node program of its own."""
-    local_addr: str | None = None
-    """None: the engine's `address`."""
-    ports: str | None = None
-    silence: float = 15.0
     join_timeout: float = 600.0
     """How many seconds to wait for the replacement of a lost node."""
-    env: tuple[tuple[str, str], ...] = ()
     check_reach: bool = True
     environment: NodeEnvironment | None = None
     """The environment that nodes make before they begin, except this machine's; None: they use their own."""
@@ -211,7 +203,7 @@ class NodeFleet:
         return Connected(settings, joined)
 
     def _listen(self, hub: Hub) -> Listener:
-        given = self.conf.local_addr
+        given = self.conf.options.local_addr
         self._address = address_of(given) if given else self.engine.address(self.wish)
         self._listener = listener = Listener(
             hub,
@@ -219,14 +211,14 @@ class NodeFleet:
             self._key,
             self._receive,
             self._lost,
-            silence=self.conf.silence,
-            ports=port_range(self.conf.ports),
+            silence=self.conf.options.node_timeout,
+            ports=port_range(self.conf.options.ports),
         )
         if self.conf.directed:
             self._data = DataSocket(
                 hub,
                 self._key,
-                silence=self.conf.silence,
+                silence=self.conf.options.node_timeout,
                 # Later: it may be lost before `send` has returned its number.
                 lost=lambda group, number: hub.call(lambda: self._payload_lost(group, number)),
             )
@@ -240,7 +232,7 @@ class NodeFleet:
             if self._askings or self._closed:
                 return
             self._askings.append(self._asking(self.engine, self.wish))
-            if self.conf.here:
+            if self.conf.options.here:
                 environ = {**self.wish.environ, HERE: "1"}
                 own = replace(self.wish, least=1, most=1, argument="", words=(), environ=environ)
                 own = replace(own, python=sys.executable)
@@ -276,8 +268,9 @@ class NodeFleet:
     def _program(self, *, here: bool) -> NodeProgram:
         assert self._listener is not None  # noqa: S101 - it listens since the first group was connected
         endpoint = self._listener.address.removeprefix("tcp://")
-        ports = () if self.conf.ports is None else ("--ports", self.conf.ports)
-        words = ("-m", "nblaunch", "join", endpoint, "-n", str(self.conf.nproc), *ports, "--key-stdin")
+        options = self.conf.options
+        ports = () if options.ports is None else ("--ports", options.ports)
+        words = ("-m", "nblaunch", "join", endpoint, "-n", str(options.nproc_per_node), *ports, "--key-stdin")
         program = NodeProgram(words, self._key + b"\n")
         environment = self.conf.environment
         if here or environment is None or self._wheels is None:
@@ -437,7 +430,7 @@ class NodeFleet:
     @property
     def _expected(self) -> int:
         """How many nodes the engine has granted."""
-        return len(self.said.hosts) + self.conf.here if self.said.hosts else 0
+        return len(self.said.hosts) + self.conf.options.here if self.said.hosts else 0
 
     def _engine_said(self, said: EngineSaid) -> None:
         """Publish the engine's report, with the number of connected nodes; at an endpoint there is none."""
@@ -541,11 +534,11 @@ class NodeFleet:
         if why:
             self._listener.refuse(identity, why)
             return
-        here = self.conf.here and arriving.place == HERE_PLACE
+        here = self.conf.options.here and arriving.place == HERE_PLACE
         if arriving.place == HERE_PLACE:
             arriving = msgspec.structs.replace(arriving, place=0 if here else -1)
         place = arriving.place
-        if self.conf.here and place >= 0:
+        if self.conf.options.here and place >= 0:
             place = 0 if here else place + 1
         hosts = () if here else self.said.hosts
         # The engine's name for the host: two nodes of one machine have the same name of their own.
@@ -555,7 +548,8 @@ class NodeFleet:
         self._nodes[identity] = node
         self._empty.clear()
         self._listener.welcome(identity)
-        self.send(identity, wire.Admitted(name=node.name, silence=self.conf.silence, now=time.time()))
+        silence = self.conf.options.node_timeout
+        self.send(identity, wire.Admitted(name=node.name, silence=silence, now=time.time()))
         if self._askings:
             self._askings[1 if here else 0].joined(arriving.place)
         self._engine_said(self._engines)
@@ -710,11 +704,11 @@ class NodeGroup(Peers):
 
         This machine is at `address`.
         """
-        self.name, self.events, self.grace = events.group, events, settings.grace
+        self.name, self.events = events.group, events
         self._fleet, self._settings, self._directory = fleet, settings, directory
         self._address = address
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
-        self._backend = fleet.conf.backend if settings.rdzv is None else settings.rdzv.ranks_backend
+        self._backend = fleet.conf.options.backend if settings.rdzv is None else settings.rdzv.ranks_backend
         self._members: dict[str, NodeMember] = {}
         self._nodes: dict[str, FleetNode] = {}
         self._order: tuple[str, ...] = ()
@@ -723,6 +717,11 @@ class NodeGroup(Peers):
         self._outgoing = OutgoingTransfer()
         self._held: dict[str, tuple[ToRank, list[int]]] = {}
         """By node, the message to send with the next turn, and the ranks that get it."""
+
+    @property
+    def grace(self) -> float:
+        """How long its ranks have after an interrupt, in seconds."""
+        return self._settings.options.grace
 
     # --- the peers: on the hub's thread --------------------------------------------------------------
 
@@ -883,12 +882,9 @@ class NodeGroup(Peers):
         opened = wire.OpenGroup(
             group=self.name,
             keep=self.events.keep,
-            role=settings.role,
+            options=replace(settings.options, env={}),
             backend=self._backend,
-            env=self._fleet.variables(conf.env if rdzv is None else rdzv.env),
-            grace=self.grace,
-            shutdown_timeout=settings.shutdown_timeout,
-            monitor_interval=settings.monitor_interval,
+            env=self._fleet.variables(tuple(conf.options.env.items()) if rdzv is None else rdzv.env),
             processes=replace(settings.processes, environ=()),
             cwd=os.fsencode(self._fleet.wish.cwd),
             nodes=(conf.least, conf.most),
@@ -959,21 +955,21 @@ class FleetGroup(NodeGroup, Agent):
         The ranks' store is at `address`.
         """
         super().__init__(fleet, settings, events, directory, address)
-        store = host_store(address, port_range(fleet.conf.ports))
+        store = host_store(address, port_range(fleet.conf.options.ports))
         self._store: dist.TCPStore | None = store
         conf, kept = fleet.conf, events.keep
         self._state = DirectorState(
             least=conf.least,
             most=conf.most,
             # A kept group's ranks may be replaced any number of times, but its nodes may not.
-            restarts_left=_UNLIMITED if kept else settings.max_restarts,
-            replacements_left=settings.max_restarts,
+            restarts_left=_UNLIMITED if kept else settings.options.max_restarts,
+            replacements_left=settings.options.max_restarts,
             kept=kept,
             group=self.name,
             store=(address, store.port),
             patient=fleet.engine.name == "join",
             join_timeout=conf.join_timeout,
-            grace=settings.grace,
+            grace=settings.options.grace,
         )
         self._waiting: deque[DirectorEvent] = deque()
         self._feeding = False
@@ -1024,8 +1020,8 @@ class FleetGroup(NodeGroup, Agent):
         """Use these settings from now on."""
 
         def change() -> None:
-            self.grace = settings.grace
-            self._state = msgspec.structs.replace(self._state, grace=settings.grace)
+            self._settings = replace(self._settings, options=settings.options)
+            self._state = msgspec.structs.replace(self._state, grace=self.grace)
 
         self._fleet.hub.run(change, 0)
 

@@ -543,10 +543,10 @@ class NodeHost:
         environ = {**os.environ, **env}
         options, loaded_under = self._options, self._runtime.server.loaded_under()
         if self._rdzv is None:
-            role, processes = opened.role, _processes(opened.processes, environ, loaded_under)
+            processes = _processes(opened.processes, environ, loaded_under)
             run_id = opened.group
         else:
-            role, processes = options.role, process_settings(options, environ, loaded_under)
+            processes = process_settings(options, environ, loaded_under)
             run_id = options.rdzv_id or ""
         alone = processes.virtual_local_rank
         placement = place_ranks(options.nproc_per_node, opened.backend, environ, virtual_local_rank=alone)
@@ -556,12 +556,12 @@ class NodeHost:
         logs.mkdir(parents=True, exist_ok=True)
         settings = AgentSettings(
             nproc=placement.nproc,
-            role=role,
             # The notebook decides when to give up.
-            max_restarts=_UNLIMITED,
-            monitor_interval=opened.monitor_interval,
-            grace=opened.grace,
-            shutdown_timeout=opened.shutdown_timeout,
+            options=replace(
+                opened.options,
+                role=opened.options.role if self._rdzv is None else options.role,
+                max_restarts=_UNLIMITED,
+            ),
             run_id=run_id,
             log_dir=logs,
             private_logs=not options.log_dir,

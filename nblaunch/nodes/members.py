@@ -10,7 +10,7 @@ import errno
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -144,7 +144,9 @@ class RemoteRanks:
             {numbers[rank]: size for rank, size in self._unwritten.items() if rank in numbers}
         )
         self.workers = [
-            replace(worker, rank=numbers[worker.rank]) for worker in self.workers if worker.rank in numbers
+            msgspec.structs.replace(worker, rank=numbers[worker.rank])
+            for worker in self.workers
+            if worker.rank in numbers
         ]
 
     def close(self) -> None:
@@ -153,7 +155,7 @@ class RemoteRanks:
         self._route, self.workers = {}, []
         self._unwritten.clear()
 
-    def started(self, node: NodeMember, records: Iterable[wire.WorkerRecord]) -> None:
+    def started(self, node: NodeMember, records: Iterable[Worker]) -> None:
         """Report the start of a node's ranks."""
         workers = []
         for record in records:
@@ -163,7 +165,7 @@ class RemoteRanks:
             stdout, stderr = self._files.add(
                 record.rank, self._events.log_directory / f"{node.name}-{record.rank}"
             )
-            workers.append(Worker(record.rank, record.local_rank, record.pid, stdout, stderr))
+            workers.append(msgspec.structs.replace(record, stdout=stdout, stderr=stderr))
         self.workers += workers
         self._events.node_started(tuple(workers))
 

@@ -14,16 +14,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from nblaunch.elastic.settings import ProcessSettings
+from nblaunch.elastic.settings import ProcessSettings, Worker
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, ProtocolError, Stream, Usage
-
-
-class WorkerRecord(msgspec.Struct, frozen=True):
-    """A rank's process on a node."""
-
-    rank: int
-    local_rank: int
-    pid: int
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +70,7 @@ class Workers(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     group: str
     attempt: int
-    workers: tuple[WorkerRecord, ...]
+    workers: tuple[Worker, ...]
 
 
 class Wrote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -280,7 +273,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Prepare a group and its agent; answered by `MeetAgain` if the runtime decides each rendezvous.
 
     `nodes` are the least and the most, for torch's rendezvous, in which a node of an endpoint takes part;
-    such a node has options of its own in place of `role` and `processes`.
+    such a node has a role and `processes` of its own.
     `backend` is the one asked for; `Prepare` carries the final one, once all nodes are known. `env` are
     variables for the ranks. `cwd` is the notebook's directory, used if it exists. `processes` lack `environ`:
     a node's ranks have the node's environment.
@@ -288,12 +281,9 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     group: str
     keep: bool
-    role: str
+    options: LaunchOptions
     backend: str
     env: tuple[tuple[str, str], ...]
-    grace: float
-    shutdown_timeout: int
-    monitor_interval: float
     processes: ProcessSettings
     cwd: bytes
     nodes: tuple[int, int] = (1, 1)
@@ -400,7 +390,7 @@ ToNode = Admitted | Refused | Finish | Ping | _ToGroup | OpenProbe | Try | HaveC
 
 M = TypeVar("M")
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=dict)  # for the variables of `LaunchOptions`
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 

@@ -111,7 +111,7 @@ class NodeRelay:
         """Whether the notebook has released the ranks with all of their values."""
         self.left = ""
         """Why this node left before the run was over."""
-        self.longest_end = settings.shutdown_timeout + settings.grace + _END_SECONDS
+        self.longest_end = settings.options.shutdown_timeout + settings.options.grace + _END_SECONDS
         """How many seconds the group may take to end after it was released or stopped."""
         self._hub, self._to_notebook, self._prepare, self._code = runtime.hub, send, prepare, code
         self._node, self._clock, self._note = node, clock, note
@@ -517,7 +517,7 @@ class NodeRelay:
         """Report the processes, and then what the first of them have sent meanwhile."""
 
         def report() -> None:
-            records = tuple(wire.WorkerRecord(each.rank, each.local_rank, each.pid) for each in workers)
+            records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
             self._send(wire.Workers(group=self.name, attempt=number, workers=records))
             self._ranks = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
             self._logs = {
@@ -667,6 +667,6 @@ def of_this_machine(prepare: Prepare, env: Mapping[str, str], placement: Placeme
         cwd=cwd,
         path=_inherited.search_path(sys.path),
         umask=_inherited.umask(),
-        limits=_inherited.limits(placement.nproc),
+        limits=_inherited.with_descriptors(_inherited.limits(), placement.nproc),
         accelerators=placement.accelerators,
     )

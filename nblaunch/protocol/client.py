@@ -315,17 +315,6 @@ class Done(AnswerToClient, frozen=True):
     """It has been done."""
 
 
-class Placed(AnswerToClient, frozen=True):
-    """Where a run would be; `added` are variables that the ranks get besides, `unheeded` is a warning.
-
-    Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
-    """
-
-    placement: Placement
-    added: dict[str, str] = {}
-    unheeded: str = ""
-
-
 class Given(AnswerToClient, frozen=True):
     """The ranks have the job, or get it once they are ready."""
 
@@ -335,9 +324,14 @@ class Stale(AnswerToClient, frozen=True):
 
 
 class Opened(AnswerToClient, frozen=True):
-    """The session's ranks are being started."""
+    """Where the ranks will be; those of a session are being started. `unheeded` is a warning.
 
-    attempt: int
+    Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
+    """
+
+    placement: Placement
+    unheeded: str = ""
+    attempt: int = 0
 
 
 class JobSnapshot(AnswerToClient, frozen=True):
@@ -383,6 +377,12 @@ class LateWarnings(AnswerToClient, frozen=True):
     complete: bool = True
 
 
+class Forked(AnswerToClient, frozen=True):
+    """A process was forked, and has ended; `architectures` are the GPUs that its torch has code for."""
+
+    architectures: tuple[str, ...] = ()
+
+
 class Attached(AnswerToClient, frozen=True):
     """The session, and the variables that its ranks have."""
 
@@ -421,52 +421,31 @@ class Introduce(Request[RuntimeWelcome], frozen=True):
     """Empty where it is not installed."""
 
 
-class PlaceRun(Request[Placed], frozen=True):
-    """Decide ranks, devices, backend and how processes start.
+class OpenRanks(Request[Opened], frozen=True):
+    """Decide ranks, devices, backend and how processes start; answered before any of them is ready.
 
-    `environ` is that of the ranks, `cwd` and `path` are the caller's directory and `sys.path`, `backends`
-    those that torch knows in the caller's process, empty if torch is not loaded there.
+    Requests and events name the ranks by `session`, which is unique in the runtime. Those of a session are
+    started at once; `name` is the user's, and two sessions may have the same. Without a name they are for one
+    job, which starts them. `prepare` is what the caller's process knows: the runtime adds the devices.
+    `backends` are those that torch knows in the caller's process, empty if torch is not loaded there.
     """
 
+    session: str
     options: LaunchOptions
-    environ: tuple[bytes, ...]
-    cwd: bytes = b""
-    path: tuple[bytes, ...] = ()
-    backends: tuple[str, ...] = ()
-
-
-class RunFresh(Request[Given], frozen=True):
-    """Run a job on fresh ranks; answered once they have it.
-
-    `standby` has the runtime prepare the next ranks ahead.
-    """
-
-    order: JobOrder
-    placement: Placement
     prepare: Prepare
+    backends: tuple[str, ...] = ()
+    name: str = ""
+    detached: bool = False
     standby: bool = False
+    """Whether the next ranks are prepared ahead."""
+    untouched: bool = False
+    """Whether ranks without a process group leave devices alone, as under torchrun."""
     join_key: str = ""
     environment: NodeEnvironment | None = None
 
 
-class OpenSession(Request[Opened], frozen=True):
-    """Make the ranks of a session; answered before they are ready.
-
-    Requests and events name it by `session`, which is unique in the runtime; `name` is the user's, and two
-    sessions may have the same.
-    """
-
-    session: str
-    name: str
-    options: LaunchOptions
-    placement: Placement
-    prepare: Prepare
-    detached: bool = False
-    environment: NodeEnvironment | None = None
-
-
 class GiveJob(Request[Given | Stale], frozen=True):
-    """Give a session a job; the answer is `Stale` if its ranks are not those of `attempt`.
+    """Give ranks a job; the answer is `Stale` if they are not those of `attempt`.
 
     Where no client gives jobs, this one does from now on.
     """
@@ -514,7 +493,7 @@ class CloseSession(Request[Done], frozen=True):
     session: str
 
 
-class RestartSession(Request[Opened], frozen=True):
+class RestartSession(Request[Done], frozen=True):
     """Replace a session's ranks; answered once the agent starts others.
 
     Refused while another client gives it jobs.
@@ -561,6 +540,12 @@ class AttachSession(Request[Attached], frozen=True):
     take: bool = False
 
 
+class TryFork(Request[Forked], frozen=True):
+    """Fork a process as a rank is forked, and wait for its end, at most `seconds`."""
+
+    seconds: float
+
+
 class ListenAgain(Request[Done], frozen=True):
     """Bind the clients' sockets again, whose files are gone from the temporary directory."""
 
@@ -575,9 +560,9 @@ class Taken(Request[Never], frozen=True):
     job: int
 
 
-_OfJobs = PlaceRun | RunFresh | GiveJob | WatchJob | UnwatchJob | InterruptJob | Reply | EventsOf | LateOf
+_OfJobs = GiveJob | WatchJob | UnwatchJob | InterruptJob | Reply | EventsOf | LateOf
 _OfSessions = (
-    OpenSession
+    OpenRanks
     | CloseSession
     | RestartSession
     | InterruptSession
@@ -586,7 +571,7 @@ _OfSessions = (
     | ListJobs
     | AttachSession
 )
-ClientRequest = Introduce | _OfJobs | _OfSessions | ListenAgain | Stop | Taken
+ClientRequest = Introduce | _OfJobs | _OfSessions | TryFork | ListenAgain | Stop | Taken
 
 
 # Notes: datagrams that finalizers send, never answered.
@@ -604,7 +589,7 @@ class ReleaseJob(_Note, frozen=True):
 
 
 class DismissSession(_Note, frozen=True):
-    """The session was forgotten: its ranks leave."""
+    """The session, or the run that was not begun, was forgotten: its ranks leave."""
 
     session: str
 

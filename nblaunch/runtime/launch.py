@@ -15,7 +15,7 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic import descriptors, rendezvous
-from nblaunch.elastic.forkserver import GivenServer, Server
+from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.process_options import process_settings
 from nblaunch.elastic.settings import DIRECTED, AgentSettings, RendezvousConfig
 from nblaunch.group.group import Connected, ConnectPeers, WorkerGroup
@@ -28,8 +28,9 @@ from nblaunch.nodes.engine import Wish, engine_of, nodes_of, wish_of
 from nblaunch.nodes.fleet import FleetSettings, NodeFleet
 from nblaunch.nodes.key import KEY_FILE, join_command, read_or_make_key
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.protocol.client import Caller, JobOrder, OpenSession, Placement, RunFresh
+from nblaunch.protocol.client import Caller, JobOrder, OpenRanks, Placement
 from nblaunch.protocol.messages import Phase, Prepare
+from nblaunch.runtime.place import PlacedRanks
 
 _UNLIMITED = 2**31 - 1
 
@@ -99,27 +100,16 @@ def _nodes_wanted(options: LaunchOptions) -> tuple[object, ...]:
     return (*of_engine, options.nodes, options.nproc_per_node, options.local_addr, options.ports)
 
 
-def _hold_nodes(
-    local: LocalRuntime,
-    options: LaunchOptions,
-    request: RunFresh | OpenSession,
-    remark: Callable[[str], None],
-) -> HeldNodes:
+def _hold_nodes(local: LocalRuntime, request: OpenRanks, remark: Callable[[str], None]) -> HeldNodes:
     """Return nodes for a group; the engine is asked for them once it starts."""
-    prepare = request.prepare
+    options, prepare = request.options, request.prepare
     environ, directory = decoded(prepare.environ), local.directory.make("nodes-")
     least, most = nodes_of(options, environ)
     conf = FleetSettings(
         least=least,
         most=most,
-        nproc=options.nproc_per_node,
-        backend=options.backend,
-        here=options.here,
-        local_addr=options.local_addr,
-        ports=options.ports,
-        silence=options.node_timeout,
+        options=options,
         join_timeout=rendezvous.join_seconds(options),
-        env=tuple(options.env.items()),
         environment=request.environment,
     )
     wish = wish_of(options, environ, os.fsdecode(prepare.cwd))
@@ -129,7 +119,7 @@ def _hold_nodes(
         wish,
         directory=directory,
         remark=remark,
-        at_end=functools.partial(_at_end, local.server),
+        at_end=local.server.at_end,
         conf=conf,
     )
     held = HeldNodes(fleet, directory, options, local.server)
@@ -137,15 +127,10 @@ def _hold_nodes(
     return held
 
 
-def _make_room_on_nodes(options: LaunchOptions, placement: Placement, prepare: Prepare) -> None:
+def _make_room_on_nodes(options: LaunchOptions, there: PlacedRanks) -> None:
     """Refuse more nodes than this process may be connected to."""
-    least, _ = nodes_of(options, decoded(prepare.environ))
-    descriptors.make_room_for_nodes(least, placement.nproc)
-
-
-def _at_end(server: Server, command: tuple[str, ...]) -> Callable[[], None]:
-    """Have the keeper run a command if this process is killed; return what takes that back."""
-    return server.at_end(command) if isinstance(server, GivenServer) else lambda: None
+    least, _ = nodes_of(options, decoded(there.prepare.environ))
+    descriptors.make_room_for_nodes(least, there.placement.nproc)
 
 
 class FreshRanks:
@@ -154,51 +139,58 @@ class FreshRanks:
     def __init__(
         self,
         local: LocalRuntime,
-        request: RunFresh,
+        request: OpenRanks,
+        there: PlacedRanks,
         caller: Caller,
-        remark: Callable[[str], None],
-        nodes: HeldNodes | None = None,
     ) -> None:
-        """`remark` will be called with the command by which other nodes join, if they need one.
-
-        `nodes` are a session's, on which these ranks are to be.
-        """
-        self._nodes = nodes
+        """Start nothing yet."""
+        self.remark: Callable[[str], None] = lambda _: None
+        """Is called with the command by which other nodes join, if they need one."""
+        self.nodes: HeldNodes | None = None
+        """A session's, on which these ranks are to be."""
+        self.place = there
         self._local = local
         self._request = request
         self._caller = caller
-        self._remark = remark
         self._shape: AgentSettings | None = None
         self._taken = False
 
-    def take(self) -> GroupAndLogs:
+    def take(self, order: JobOrder) -> GroupAndLogs:
         """Return the group, which may be started already; `used` must be called once the run is over."""
         local, request = self._local, self._request
-        options, placement, prepare = request.order.options, request.placement, request.prepare
+        # The job's own: its client has made the directory of logs meanwhile.
+        options, placement, prepare = order.options, self.place.placement, self.place.prepare
         local.server.ensure_running()
         _wait_for_gpus(local, placement)
         settings = settings_of(options, placement, decoded(prepare.environ), self._caller, local)
         # Binding to a GPU's CPUs asks the device, which ranks that may never be used must leave alone.
         if options.log_dir is None and options.numa_binding is None and settings.rdzv is None:
-            self._shape = replace(settings, grace=0.0)
+            # Of the options, what its agent heeds before it adopts those of the run.
+            shape = LaunchOptions(
+                role=options.role,
+                max_restarts=options.max_restarts,
+                monitor_interval=options.monitor_interval,
+                shutdown_timeout=options.shutdown_timeout,
+            )
+            self._shape = replace(settings, options=shape)
         self._taken = True
         made = local.standby.take(self._shape)
         if made is not None:
             made.group.adopt(settings)
         elif options.on is not None:
-            made = self._on_nodes(settings)
+            made = self._on_nodes(settings, order)
         else:
             descriptors.make_room(settings.nproc)
-            peers = _peers(local, options, prepare, request.join_key, self._remark)
+            peers = _peers(local, options, prepare, request.join_key, self.remark)
             made = new_group(local, settings, peers, options.log_dir)
         local.will_leave(made.group)
         return made
 
-    def _on_nodes(self, settings: AgentSettings) -> GroupAndLogs:
-        local, options = self._local, self._request.order.options
-        _make_room_on_nodes(options, self._request.placement, self._request.prepare)
-        nodes = self._nodes or _hold_nodes(local, options, self._request, self._remark)
-        nodes.learn(self._request.order)
+    def _on_nodes(self, settings: AgentSettings, order: JobOrder) -> GroupAndLogs:
+        local, options = self._local, order.options
+        _make_room_on_nodes(options, self.place)
+        nodes = self.nodes or _hold_nodes(local, self._request, self.remark)
+        nodes.learn(order)
         return _group_on(nodes, nodes.use(), local, settings, options.log_dir)
 
     def used(self) -> None:
@@ -213,32 +205,39 @@ class KeptRanks:
     """The group of a session, which is not started yet, and its nodes, where an engine places them."""
 
     made: GroupAndLogs
+    place: PlacedRanks
     nodes: HeldNodes | None = None
     leave: Callable[[], None] = lambda: None
     """Gives up the nodes, and waits until they have ended, unless another group uses them."""
 
 
 def session_ranks(
-    local: LocalRuntime, request: OpenSession, caller: Caller, remark: Callable[[str], None]
+    local: LocalRuntime,
+    request: OpenRanks,
+    there: PlacedRanks,
+    caller: Caller,
+    remark: Callable[[str], None],
 ) -> KeptRanks:
     """Return the ranks of a session; `remark` will be called with what people must do for its nodes."""
-    options, placement, prepare = request.options, request.placement, request.prepare
+    options, placement, prepare = request.options, there.placement, there.prepare
     if options.on is None:
         descriptors.make_room(placement.nproc)
     else:
-        _make_room_on_nodes(options, placement, prepare)
+        _make_room_on_nodes(options, there)
     local.server.ensure_running()
     _wait_for_gpus(local, placement)
     settings = settings_of(options, placement, decoded(prepare.environ), caller, local)
     if options.on is not None:
         # How often its ranks are replaced has no limit; this is how often a node is.
-        nodes = _hold_nodes(local, options, request, remark)
+        nodes = _hold_nodes(local, request, remark)
         leave = nodes.use()
-        return KeptRanks(_group_on(nodes, leave, local, settings, options.log_dir, keep=True), nodes, leave)
-    settings = replace(settings, max_restarts=options.max_restarts or _UNLIMITED)
+        made = _group_on(nodes, leave, local, settings, options.log_dir, keep=True)
+        return KeptRanks(made, there, nodes, leave)
+    restarts = options.max_restarts or _UNLIMITED
+    settings = replace(settings, options=replace(options, max_restarts=restarts))
     # Nobody joins, and nothing is to be remarked.
     peers = _peers(local, options, prepare, "", lambda _: None)
-    return KeptRanks(new_group(local, settings, peers, options.log_dir, keep=True))
+    return KeptRanks(new_group(local, settings, peers, options.log_dir, keep=True), there)
 
 
 def _wait_for_gpus(local: LocalRuntime, placement: Placement) -> None:
@@ -262,11 +261,7 @@ def settings_of(
     loaded_under = environ if on_nodes else local.server.loaded_under()
     return AgentSettings(
         nproc=placement.nproc,
-        role=options.role,
-        max_restarts=options.max_restarts,
-        monitor_interval=options.monitor_interval,
-        grace=options.grace,
-        shutdown_timeout=options.shutdown_timeout,
+        options=options,
         run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if rdzv is not None else "",
         log_dir=Path(),
         processes=process_settings(options, environ, loaded_under),
@@ -316,11 +311,8 @@ def _peers(
         conf = FleetSettings(
             least=rdzv.least,
             most=rdzv.most,
-            nproc=settings.nproc,
-            backend=rdzv.ranks_backend,
+            options=replace(options, local_addr=rdzv.local_addr),
             directed=False,
-            local_addr=rdzv.local_addr,
-            ports=options.ports,
         )
         wish = Wish(least=0, most=0, nproc=0, name=settings.run_id, environ={}, cwd="", python="")
         fleet = NodeFleet(
@@ -329,7 +321,7 @@ def _peers(
             wish,
             directory=directory,
             remark=remark,
-            at_end=functools.partial(_at_end, local.server),
+            at_end=local.server.at_end,
             conf=conf,
             key=key,
         )

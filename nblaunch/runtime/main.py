@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from nblaunch._keeper import RUNTIME_LOG
-from nblaunch.elastic.forkserver import GivenServer, server_of_fork
+from nblaunch.elastic.forkserver import Server, server_of_fork
 
 if TYPE_CHECKING:
     from nblaunch._registry import Registration
@@ -96,7 +96,7 @@ class _ShortLog(logging.StreamHandler[TextIO]):
         os.write(fd, self._notice + kept)
 
 
-def serve(link: socket.socket, root: Path, server: GivenServer) -> None:
+def serve(link: socket.socket, root: Path, server: Server) -> None:
     """Serve the owner, at the other end of `link`, and all further clients, until one stops the runtime."""
     from nblaunch._registry import Registration
     from nblaunch.group.runtime import LocalRuntime

@@ -9,9 +9,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from nblaunch._inherited import decoded
+import msgspec
+
+from nblaunch import _inherited
 from nblaunch.elastic import rendezvous
 from nblaunch.elastic.placement import place_ranks
 from nblaunch.elastic.process_options import check_process_options, process_settings, unheeded
@@ -19,16 +21,29 @@ from nblaunch.elastic.settings import RendezvousConfig
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.nodes.engine import engine_of, nodes_of, refuse_contradictions, wish_of
-from nblaunch.protocol.client import Placed, Placement, PlaceRun
+from nblaunch.protocol.client import OpenRanks, Placement
+from nblaunch.protocol.messages import Prepare
 
 
-def place(request: PlaceRun, local: LocalRuntime) -> Placed:
-    """Decide ranks, devices and backend. Raises `OptionError` for what cannot be done here."""
-    _look_in(request.path)
-    options, environ, added = request.options, decoded(request.environ), {}
+@dataclass(frozen=True, slots=True)
+class PlacedRanks:
+    """Where ranks will be, what makes processes these ranks, and a warning about their variables."""
+
+    placement: Placement
+    prepare: Prepare
+    unheeded: str = ""
+
+
+def place(request: OpenRanks, local: LocalRuntime) -> PlacedRanks:
+    """Decide ranks, devices and backend. Raises `OptionError` for what cannot be done here.
+
+    Raises `LaunchError` where ranks with the caller's limits could not work.
+    """
+    _look_in(request.prepare.path)
+    options, environ, added = request.options, _inherited.decoded(request.prepare.environ), {}
     refuse_contradictions(options, environ)
     if options.on is not None:
-        return _place_on_nodes(request, environ)
+        return PlacedRanks(placement := _place_on_nodes(request, environ), _prepared(request, placement))
     rdzv = rendezvous.config_of(options)
     if rdzv is not None:
         local.wait_until_left(lambda group: _leaves(group, rdzv))
@@ -42,18 +57,36 @@ def place(request: PlaceRun, local: LocalRuntime) -> Placed:
         backends=request.backends,
     )
     check_process_options(options, placement, environ, request.backends)
+    _inherited.check_descriptors(placement.nproc, request.prepare.limits)
     loaded_under = local.server.loaded_under()
     forked = process_settings(options, environ, loaded_under).start_method == "forkserver"
-    return Placed(
-        placement=placement, added=added, unheeded=unheeded(environ, loaded_under) if forked else ""
+    return PlacedRanks(
+        placement,
+        _prepared(request, placement, added),
+        unheeded(environ, loaded_under) if forked else "",
     )
 
 
-def _place_on_nodes(request: PlaceRun, environ: Mapping[str, str]) -> Placed:
+def _prepared(request: OpenRanks, placement: Placement, added: Mapping[str, str] | None = None) -> Prepare:
+    """Return what makes processes ranks of this place, with these variables besides."""
+    options, prepare = request.options, request.prepare
+    may_have_devices = placement.device_type != "cpu" or options.on is not None
+    untouched = request.untouched and not options.init_process_group and may_have_devices
+    return msgspec.structs.replace(
+        prepare,
+        environ=(*prepare.environ, *_inherited.encoded(added or {})),
+        limits=_inherited.with_descriptors(prepare.limits, placement.nproc),
+        backend=placement.backend if options.init_process_group else None,
+        device_type="" if untouched else placement.device_type,
+        accelerators=placement.accelerators,
+    )
+
+
+def _place_on_nodes(request: OpenRanks, environ: Mapping[str, str]) -> Placement:
     """Return the provisional placement; the nodes report their devices once they have joined."""
     options = request.options
     rendezvous.join_seconds(options)
-    engine_of(options).check(wish_of(options, environ, os.fsdecode(request.cwd)))
+    engine_of(options).check(wish_of(options, environ, os.fsdecode(request.prepare.cwd)))
     least, each = nodes_of(options, environ)[0], options.nproc_per_node
     backend = "gloo" if options.backend == "auto" else options.backend
     placement = Placement(least * each if isinstance(each, int) else least, backend, "cpu", 0)
@@ -61,7 +94,7 @@ def _place_on_nodes(request: PlaceRun, environ: Mapping[str, str]) -> Placed:
     anywhere = replace(options, numa_binding=None, virtual_local_rank=False)
     without = replace(placement, backend=re.sub(r"nccl[\w-]*", "gloo", backend))
     check_process_options(anywhere, without, environ, request.backends)
-    return Placed(placement=placement)
+    return placement
 
 
 def _look_in(path: tuple[bytes, ...]) -> None:

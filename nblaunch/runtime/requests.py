@@ -22,7 +22,7 @@ from nblaunch._help import FailureKind
 from nblaunch._registry import Owner, Registration
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.elastic.forkserver import GivenServer
+from nblaunch.elastic.forkserver import try_fork
 from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.protocol import client as wire
@@ -40,8 +40,8 @@ from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
 from nblaunch.runtime.connections import ClientConnection, Connections
 from nblaunch.runtime.jobs import Jobs, RunningJob
-from nblaunch.runtime.launch import FreshRanks, HeldNodes, session_ranks
-from nblaunch.runtime.place import place
+from nblaunch.runtime.launch import FreshRanks, session_ranks
+from nblaunch.runtime.place import PlacedRanks, place
 from nblaunch.runtime.sessions import RuntimeSession
 
 _log = logging.getLogger("nblaunch")
@@ -75,6 +75,8 @@ class RequestHandler:
         self._token = token
         self._owned = False
         self.sessions: dict[str, RuntimeSession] = {}
+        self._fresh: dict[str, FreshRanks] = {}
+        """The ranks of runs whose job has not come yet: none of them is started."""
         self._ended: list[RuntimeSession] = []
         """Sessions that are over, and to whose logs results refer."""
         self.jobs = Jobs(local.hub)
@@ -89,9 +91,7 @@ class RequestHandler:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nblaunch-work")
         self._closed = False
         self._methods: dict[type, Callable[[ClientConnection, Any], _Served]] = {
-            wire.PlaceRun: self._place,
-            wire.RunFresh: self._run_fresh,
-            wire.OpenSession: self._open,
+            wire.OpenRanks: self._open,
             wire.GiveJob: self._give,
             wire.WatchJob: self._watch,
             wire.UnwatchJob: self._unwatch,
@@ -106,6 +106,7 @@ class RequestHandler:
             wire.EventsOf: self._events_of,
             wire.LateOf: self._late_of,
             wire.AttachSession: self._attach,
+            wire.TryFork: self._try_fork,
             wire.ListenAgain: self._listen_again,
             wire.Stop: self._stop_all,
             wire.Taken: self._taken,
@@ -161,6 +162,8 @@ class RequestHandler:
         """Let go what a finalizer of a client has released."""
         if isinstance(note, wire.ReleaseJob):
             self._results_gone(note.job, note.pid, 1)
+        elif self._fresh.pop(note.session, None) is not None:
+            pass  # a run that was not begun
         elif (session := self.sessions.pop(note.session, None)) is not None:
             session.group.post(Trigger.DISMISS)
             self._over(session)
@@ -217,28 +220,15 @@ class RequestHandler:
 
     # --- fresh ranks ---------------------------------------------------------------------------------
 
-    def _place(self, _: ClientConnection, request: wire.PlaceRun) -> _Served:
-        def placed() -> AnswerToClient:
-            # First of all: a client whose runtime turns out to be ending asks another one: nothing is lost.
-            self._local.server.ensure_running()
-            return place(request, self._local)
-
-        return placed
-
-    def _run_fresh(self, connection: ClientConnection, request: wire.RunFresh) -> _Served:
+    def _run_fresh(self, connection: ClientConnection, order: wire.JobOrder, ranks: FreshRanks) -> _Served:
         # The job is there at once, so that an interrupt finds it.
-        job = RunningJob(request.order, connection, connection.record, self._local.directory.root)
+        job = RunningJob(order, connection, connection.record, self._local.directory.root)
         self.jobs.add(job)
-        caller = Caller(connection.record.pid, connection.record.name)
-        ranks = FreshRanks(
-            self._local, request, caller, self._remark_to(connection), self._nodes_for(request)
-        )
-        return functools.partial(self._start_fresh, job, request, ranks)
-
-    def _nodes_for(self, request: wire.RunFresh) -> HeldNodes | None:
-        """Return the nodes of a session, where these ranks would have the same: nothing is asked for."""
+        # On the nodes of a session, where these ranks would have the same: nothing is asked for.
         held = (session.nodes for session in self.sessions.values())
-        return next((each for each in held if each is not None and each.fit(request.order.options)), None)
+        ranks.nodes = next((each for each in held if each is not None and each.fit(order.options)), None)
+        ranks.remark = self._remark_to(connection)
+        return functools.partial(self._start_fresh, job, ranks)
 
     def _remark_to(self, connection: ClientConnection) -> Callable[[str], None]:
         def remark(text: str) -> None:
@@ -246,9 +236,9 @@ class RequestHandler:
 
         return remark
 
-    def _start_fresh(self, job: RunningJob, request: wire.RunFresh, ranks: FreshRanks) -> AnswerToClient:
+    def _start_fresh(self, job: RunningJob, ranks: FreshRanks) -> AnswerToClient:
         try:
-            made = ranks.take()
+            made = ranks.take(job.order)
         except BaseException:
             ranks.used()
             self._hub.call(lambda: self._released(job.number))
@@ -261,7 +251,7 @@ class RequestHandler:
         def begin() -> None:
             job.logs = made.logs
             job.over = lambda: self._in_background(over)
-            job.begin(self._hub, made.group, request.prepare)
+            job.begin(self._hub, made.group, ranks.place.prepare)
 
         try:
             self._hub.run(begin)
@@ -278,6 +268,9 @@ class RequestHandler:
     # --- jobs ----------------------------------------------------------------------------------------
 
     def _give(self, connection: ClientConnection, request: wire.GiveJob) -> _Served:
+        fresh = self._fresh.pop(request.session, None)
+        if fresh is not None:
+            return self._run_fresh(connection, request.order, fresh)
         session = self._session(request.session)
         session.refuse_if_of_other_versions(connection)
         if not request.order.look:
@@ -446,28 +439,41 @@ class RequestHandler:
 
     # --- sessions ------------------------------------------------------------------------------------
 
-    def _open(self, connection: ClientConnection, request: wire.OpenSession) -> _Served:
-        record = connection.record
-        caller = Caller(record.pid, record.name)
-        owner = Owner(record.pid, record.name, record.notebook)
+    def _open(self, connection: ClientConnection, request: wire.OpenRanks) -> _Served:
+        caller = Caller(connection.record.pid, connection.record.name)
 
         def make() -> AnswerToClient:
-            self._registration.add(request.name, owner, detached=request.detached)
-            try:
-                ranks = session_ranks(self._local, request, caller, self._remark_to(connection))
-            except BaseException:
-                if request.detached:
-                    self._registration.remove()
-                raise
-            archive = Archive(self._local.directory.root(), keep=request.detached)
-            session = RuntimeSession(request, ranks, connection, archive)
-            session.unused = self.changed.set
-            if request.detached and isinstance(self._local.server, GivenServer):
-                self._local.server.detach()
-            self._hub.run(lambda: self._add_session(session, connection))
-            return wire.Opened(attempt=session.group.attempt)
+            # First of all: a client whose runtime turns out to be ending asks another one: nothing is lost.
+            self._local.server.ensure_running()
+            there, attempt = place(request, self._local), 0
+            if request.name:
+                attempt = self._open_session(connection, request, there, caller)
+            else:
+                self._fresh[request.session] = FreshRanks(self._local, request, there, caller)
+            return wire.Opened(placement=there.placement, unheeded=there.unheeded, attempt=attempt)
 
         return make
+
+    def _open_session(
+        self, connection: ClientConnection, request: wire.OpenRanks, there: PlacedRanks, caller: Caller
+    ) -> int:
+        """Make the ranks of a session; return their attempt."""
+        record = connection.record
+        owner = Owner(record.pid, record.name, record.notebook)
+        self._registration.add(request.name, owner, detached=request.detached)
+        try:
+            ranks = session_ranks(self._local, request, there, caller, self._remark_to(connection))
+        except BaseException:
+            if request.detached:
+                self._registration.remove()
+            raise
+        archive = Archive(self._local.directory.root(), keep=request.detached)
+        session = RuntimeSession(request, ranks, connection, archive)
+        session.unused = self.changed.set
+        if request.detached:
+            self._local.server.detach()
+        self._hub.run(lambda: self._add_session(session, connection))
+        return session.group.attempt
 
     def _add_session(self, session: RuntimeSession, connection: ClientConnection) -> None:
         if connection.closed:
@@ -510,7 +516,12 @@ class RequestHandler:
     def _restart(self, connection: ClientConnection, request: wire.RestartSession) -> _Served:
         session = self._session(request.session)
         session.refuse_if_held_against(connection)
-        return lambda: wire.Opened(attempt=session.restart())
+
+        def restart() -> AnswerToClient:
+            session.restart()
+            return Done()
+
+        return restart
 
     def _look(self, _: ClientConnection, request: wire.LookAtRanks) -> _Served:
         session = self._session(request.session)
@@ -568,6 +579,9 @@ class RequestHandler:
                 "(%distributed start)."
             )
             raise LaunchError(msg, phase="runtime", kind=FailureKind.SESSION_ENDED)
+
+    def _try_fork(self, _: ClientConnection, request: wire.TryFork) -> _Served:
+        return lambda: wire.Forked(architectures=try_fork(self._local.server, request.seconds))
 
     def _listen_again(self, _: ClientConnection, __: wire.ListenAgain) -> _Served:
         self.listen()

@@ -24,7 +24,7 @@ from nblaunch.protocol.client import (
     GiverChanged,
     JobRecord,
     NamesChanged,
-    OpenSession,
+    OpenRanks,
     Placement,
     RankLogFiles,
     RanksRenumbered,
@@ -48,15 +48,13 @@ _CLOSE_SECONDS = 10.0
 class RuntimeSession:
     """Ranks that are kept; one job at a time."""
 
-    def __init__(
-        self, opened: OpenSession, kept: KeptRanks, giver: ClientConnection, archive: Archive
-    ) -> None:
+    def __init__(self, opened: OpenRanks, kept: KeptRanks, giver: ClientConnection, archive: Archive) -> None:
         """Follow the ranks, which are not started yet."""
         self.key = opened.session
         self.name = opened.name
         self.options: LaunchOptions = opened.options
-        self.placement: Placement = opened.placement
-        self.prepare: Prepare = opened.prepare
+        self.placement: Placement = kept.place.placement
+        self.prepare: Prepare = kept.place.prepare
         self.detached = opened.detached
         self.linger = opened.options.linger
         self._idle_since = time.monotonic()
@@ -170,8 +168,8 @@ class RuntimeSession:
 
     # --- the ranks; on a thread that may wait ----------------------------------------------------------
 
-    def restart(self) -> int:
-        """Replace all ranks by new ones, without variables; return their attempt."""
+    def restart(self) -> None:
+        """Replace all ranks by new ones, without variables."""
         if not self.open:
             raise LaunchError(session_ended(self.name), phase="job", kind=FailureKind.SESSION_ENDED)
         before = self.group.attempt
@@ -181,7 +179,6 @@ class RuntimeSession:
             if self.group.closed.wait(0.01):
                 break
         self._restarted = True
-        return self.group.attempt
 
     def close(self) -> None:
         """End the ranks and wait until they have exited."""

@@ -35,6 +35,7 @@ import nblaunch
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.client.local import local
 from nblaunch.elastic.descriptors import raise_soft_limit
+from nblaunch.elastic.settings import Worker
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.key import KEY_FILE
 from nblaunch.nodes.link import encrypted
@@ -121,8 +122,7 @@ class PlayedNode:
     def _begin(self, meet: wire.Meet) -> None:
         self._meet, self._ranks = meet, range(meet.base_rank, meet.base_rank + self._nproc)
         records = tuple(
-            wire.WorkerRecord(rank, rank - meet.base_rank, 100_000 + rank - meet.base_rank)
-            for rank in self._ranks
+            Worker(rank, rank - meet.base_rank, 100_000 + rank - meet.base_rank) for rank in self._ranks
         )
         self.send(wire.Workers(group=meet.group, attempt=meet.attempt, workers=records))
         self._say(

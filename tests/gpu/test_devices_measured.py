@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import nblaunch
 from nblaunch.client.inherited import prepare_of
@@ -22,6 +23,7 @@ pytestmark = [
 
 HOLD = """
 import torch
+from msgspec.structs import replace
 held = torch.empty((1 + rank) << 29, dtype=torch.uint8, device=device)
 torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
 """
@@ -35,7 +37,7 @@ def test_the_gpu_is_measured_that_a_ranks_environment_gives_it(virtual):
         used = session.cell(HOLD, namespace={}).values
         ranks = session.status().ranks
         live = session._live
-        prepare = prepare_of(live.options, live.placement, {**os.environ, **environ})
+        prepare = replace(prepare_of(live.options), device_type="cuda", accelerators=2)
         gpus = GpuMeter(SeenGpus.by(prepare, alone=virtual))
         gpus._by_pid = {}  # what a driver says that knows none of these processes
         found = [gpus.of(each.pid or 0, each.device, each.rank).memory or 0 for each in ranks]

@@ -27,6 +27,7 @@ from nblaunch.elastic.rendezvous import host_store
 from nblaunch.elastic.settings import ProcessSettings
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.link import encrypted
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     Aborted,
     CellJob,
@@ -74,12 +75,9 @@ def opened(notebook: Notebook, group: str, **changed: Any) -> wire.OpenGroup:
     plain = wire.OpenGroup(
         group=group,
         keep=False,
-        role="rank",
+        options=LaunchOptions(grace=1.0, shutdown_timeout=5, monitor_interval=0.02),
         backend="gloo",
         env=(("OF_THE_RUN", group),),
-        grace=1.0,
-        shutdown_timeout=5,
-        monitor_interval=0.02,
         processes=ProcessSettings(),
         cwd=os.fsencode(notebook.directory),
     )

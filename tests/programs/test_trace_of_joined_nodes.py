@@ -5,6 +5,7 @@ The traces were recorded when joined nodes had a protocol of their own (at 374d8
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import secrets
@@ -16,7 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from servers import kept_server
 
 from nblaunch._inherited import JOIN_KEY
 from nblaunch.capture import pickling, shared_memory
@@ -55,7 +58,8 @@ class Scene:
             self.endpoint = f"127.0.0.1:{trial.getsockname()[1]}"
         self.directory, self.trace = directory, list[str]()
         self.nodes: list[subprocess.Popen[bytes]] = []
-        self.local = LocalRuntime()
+        self.used = contextlib.ExitStack()
+        self.local = LocalRuntime(self.used.enter_context(kept_server()))
         options = LaunchOptions(
             nproc_per_node=1,
             nnodes=nnodes,
@@ -66,7 +70,7 @@ class Scene:
             grace=1.0,
         )
         placement = Placement(1, "gloo", "cpu", 0)
-        prepare = prepare_of(options, placement, dict(os.environ))
+        prepare = msgspec.structs.replace(prepare_of(options), backend="gloo")
         settings = launch.settings_of(options, placement, {}, Caller(), self.local)
         peers = launch._peers(self.local, options, prepare, KEY, lambda _: None)
         self.group: WorkerGroup = launch.new_group(self.local, settings, peers).group
@@ -127,6 +131,7 @@ class Scene:
         del self.group  # it and the followers of its events refer to each other
         gc.collect()
         self.local.close()
+        self.used.close()
 
 
 def _told(event: Any) -> str:

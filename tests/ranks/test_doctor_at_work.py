@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import threading
@@ -18,7 +17,7 @@ from nblaunch.checks import nccl, processes, runtime
 from nblaunch.checks.doctor import Check, examine
 from nblaunch.checks.report import Level
 from nblaunch.checks.runtime import DoctorRuntime
-from nblaunch.client.local import local
+from nblaunch.client.local import OwnRuntime, local
 
 BOUND = 5.0
 
@@ -108,7 +107,7 @@ def test_nothing_is_left_of_a_doctor_that_has_done():
 @pytest.mark.usefixtures("nothing_more")
 def test_nothing_is_left_where_a_check_raises_or_the_user_interrupts(monkeypatch):
     def fail(own):
-        own.fork(os.getpid, seconds=PATIENCE)
+        own.fork(PATIENCE)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(nccl, "all_reduce", fail)
@@ -123,7 +122,7 @@ def test_a_check_that_outlasts_the_doctor_leaves_nothing_either():
     def slow(own):
         goes_on.wait(PATIENCE)
         own.directory.make("late-")
-        own.fork(os.getpid, seconds=PATIENCE)
+        own.fork(PATIENCE)
         return []
 
     (found,) = examine([Check("slow", own.of(slow), seconds=0.1)]).findings
@@ -138,11 +137,11 @@ def test_a_check_that_waits_for_a_fork_server_goes_on_no_longer_than_the_doctor(
     own = DoctorRuntime()
 
     def stuck(own):
-        own.start().close()
-        keeper = psutil.Process(own.server.pid)
+        own.started = OwnRuntime(own.directory.root())
+        keeper = psutil.Process(own.started.keeper.pid)
         eventually(keeper.children, "the fork server's start")
         keeper.children()[0].suspend()
-        own.fork(os.getpid, seconds=PATIENCE)
+        own.fork(PATIENCE)
         return []
 
     (found,) = examine([Check("stuck", own.of(stuck), seconds=1.5)]).findings

@@ -86,7 +86,7 @@ def test_where_a_fresh_cell_runs_is_decided_once(kernel):
     """)
     try:
         kernel.ok("%%distributed --fresh -n 1\nrank")
-        assert kernel.ok("counted == [launch.PlaceRun]").result == "True"
+        assert kernel.ok("counted == [launch.OpenRanks]").result == "True"
         error = kernel.fails("%%distributed --fresh -n 1 --ranks 0\nrank")
         assert "--ranks" in error.evalue
     finally:

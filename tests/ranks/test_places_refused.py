@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import psutil
 import pytest
 
 import nblaunch
-from nblaunch.client.local import local
+from nblaunch.client.local import Runtime, local
+from nblaunch.protocol.client import DismissSession
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +34,26 @@ def test_an_unknown_backend_is_refused_before_a_process_starts(name, start):
 def test_the_nearest_name_is_offered():
     with pytest.raises(nblaunch.OptionError, match=r"Did you mean 'gloo'"):
         nblaunch.run(int, nproc=2, backend="glooo", display=False)
+
+
+def test_an_option_is_refused_before_a_value_that_cannot_be_sent():
+    lock = threading.Lock()
+    with pytest.raises(nblaunch.OptionError, match="'tin' was asked for"):
+        nblaunch.run(lambda: lock, nproc=2, backend="tin", display=False)
+
+
+def test_ranks_whose_job_cannot_be_captured_are_forgotten(monkeypatch):
+    lock, noted, note = threading.Lock(), [], Runtime.note
+
+    def noting(runtime, each):
+        noted.append(each)
+        note(runtime, each)
+
+    monkeypatch.setattr(Runtime, "note", noting)
+    with pytest.raises(nblaunch.CaptureError, match="lock"):
+        nblaunch.run(lambda: lock, nproc=2, display=False)
+    gc.collect()
+    assert [each for each in noted if isinstance(each, DismissSession)]
 
 
 def test_a_session_that_needs_gpus_where_there_are_none_says_so(monkeypatch):

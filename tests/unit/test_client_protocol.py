@@ -22,7 +22,7 @@ from nblaunch.protocol.client import (
     ClientRequest,
     Done,
     ErrorRecord,
-    PlaceRun,
+    OpenRanks,
     RequestFailed,
     RuntimeEvent,
     Stop,
@@ -135,7 +135,7 @@ def test_every_message_is_in_one_union():
 
 def test_an_answer_to_another_request_is_refused():
     with pytest.raises(ProtocolError, match="the runtime"):
-        decode_answer(encode(Done()), PlaceRun, "the runtime")
+        decode_answer(encode(Done()), OpenRanks, "the runtime")
 
 
 @pytest.mark.parametrize(

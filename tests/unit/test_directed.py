@@ -7,13 +7,14 @@ import time
 from typing import Any, Self
 
 import pytest
+from servers import NoServer
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.elastic.agent import RankAgent
 from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
-from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.options.launch import LaunchOptions
 
 LATE = 10.0
 
@@ -96,16 +97,12 @@ def test_an_agent_numbers_its_ranks_without_asking_the_other_nodes(tmp_path):
     asked = threading.Event()
     settings = AgentSettings(
         nproc=2,
-        role="rank",
-        max_restarts=1,
-        monitor_interval=0.1,
-        grace=1.0,
-        shutdown_timeout=1,
+        options=LaunchOptions(max_restarts=1, monitor_interval=0.1, grace=1.0, shutdown_timeout=1),
         run_id="group",
         log_dir=tmp_path,
         rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
     )
-    server = Server.own(RuntimeDirectory())
+    server = NoServer(RuntimeDirectory(tmp_path))
     agent = RankAgent(settings, lambda _attempt: (), Silent(), server, asked.set)
     try:
         thread = threading.Thread(target=meet, args=[agent], daemon=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import NoServer
 
 from nblaunch._errors import LaunchError
 from nblaunch.elastic.settings import AgentSettings, Worker
@@ -151,7 +152,7 @@ class ScriptedNodes:
 
 @pytest.fixture
 def local():
-    runtime = LocalRuntime()
+    runtime = LocalRuntime(NoServer())
     yield runtime
     runtime.close()
 
@@ -163,11 +164,7 @@ class Scene:
         self.nodes = ScriptedNodes()
         settings = AgentSettings(
             nproc=2,
-            role="rank",
-            max_restarts=0,
-            monitor_interval=0.02,
-            grace=1.0,
-            shutdown_timeout=5,
+            options=LaunchOptions(max_restarts=0, monitor_interval=0.02, grace=1.0, shutdown_timeout=5),
             run_id="run",
             log_dir=logs,
         )

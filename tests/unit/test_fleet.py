@@ -41,6 +41,7 @@ from nblaunch.nodes.engine import (
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
 from nblaunch.nodes.link import encrypted
 from nblaunch.nodes.reach import Probe, try_all
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     CellJob,
     CodeFile,
@@ -288,7 +289,7 @@ class Node:
     def start_ranks(self, group: str = "g", attempt: int = 0) -> wire.Meet:
         """Do what it is told at a rendezvous."""
         meet = self.wait_for(wire.Meet, group=group, attempt=attempt)
-        records = tuple(wire.WorkerRecord(meet.base_rank + local, local, 1000 + local) for local in range(2))
+        records = tuple(Worker(meet.base_rank + local, local, 1000 + local) for local in range(2))
         self.send(wire.Workers(group=group, attempt=attempt, workers=records))
         self.ranks = [each.rank for each in records]
         return meet
@@ -314,7 +315,7 @@ class Fleets:
         self.at_end: list[tuple[str, ...]] = []
         self.remarks: list[str] = []
 
-    def fleet(self, least: int = 2, most: int | None = None, **conf: Any) -> NodeFleet:
+    def fleet(self, least: int = 2, most: int | None = None, **options: Any) -> NodeFleet:
         most = most or least
         wish = Wish(least=least, most=most, nproc=2, name="nblaunch-1", environ={}, cwd="/", python="python")
         fleet = NodeFleet(
@@ -324,7 +325,7 @@ class Fleets:
             directory=self.directory,
             remark=self.remarks.append,
             at_end=self.registered,
-            conf=FleetSettings(**{"least": least, "most": most, "nproc": 2, "backend": "auto", **conf}),
+            conf=FleetSettings(least=least, most=most, options=LaunchOptions(nproc_per_node=2, **options)),
         )
         self.made.append(fleet)
         return fleet
@@ -338,16 +339,14 @@ class Fleets:
         events = Events(self.directory / name, name, keep=keep)
         settings = AgentSettings(
             nproc=2,
-            role="rank",
-            max_restarts=0,
-            monitor_interval=0.02,
-            grace=0.5,
-            shutdown_timeout=5,
+            options=LaunchOptions(max_restarts=0, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
             run_id="r",
             log_dir=self.directory,
         )
         told = cast("WorkerGroup", events)
-        connected = fleet.connect(self.hub, replace(settings, **changed), told, self.directory)
+        connected = fleet.connect(
+            self.hub, replace(settings, options=replace(settings.options, **changed)), told, self.directory
+        )
         assert isinstance(connected.peers, FleetGroup)
         assert connected.agent is connected.peers
         events.peers = connected.peers
@@ -544,7 +543,7 @@ def test_what_is_stopped_before_it_has_begun_is_not_asked_for(fleets):
 def test_a_stop_before_the_start_asks_for_nothing(fleets):
     fleet = fleets.fleet()
     events = Events(fleets.directory)
-    settings = AgentSettings(2, "rank", 0, 0.02, 0.5, 5, "r", fleets.directory)
+    settings = AgentSettings(2, LaunchOptions(), "r", fleets.directory)
     connected = fleet.connect(fleets.hub, settings, events, fleets.directory)
     assert isinstance(connected.peers, FleetGroup)
     events.peers = connected.peers
@@ -718,7 +717,7 @@ def test_modules_that_do_not_reach_a_node_are_sent_another_way_and_no_group_ends
 
 
 def test_a_connection_for_data_may_be_silent_for_as_long_as_the_other_one(fleets):
-    fleet, found = fleets.fleet(silence=40.0), []
+    fleet, found = fleets.fleet(node_timeout=40.0), []
     fleets.group(fleet)
 
     def look() -> None:

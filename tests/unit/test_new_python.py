@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.elastic.forkserver import Server
+from nblaunch._keeper import environment
 from nblaunch.elastic.process_options import needs_new_python
 
 ASYNC = "backend:cudaMallocAsync"
@@ -32,4 +31,4 @@ def test_ranks_are_new_pythons_where_torch_must_be_loaded_under_their_environmen
 
 def test_the_fork_server_is_started_without_what_has_torch_initialise_cuda(monkeypatch):
     monkeypatch.setenv("KINETO_USE_DAEMON", "1")
-    assert "KINETO_USE_DAEMON" not in Server.own(RuntimeDirectory()).loaded_under()
+    assert "KINETO_USE_DAEMON" not in environment()

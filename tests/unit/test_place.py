@@ -4,41 +4,48 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import psutil
 import pytest
+from servers import NoServer
 
 import nblaunch
-from nblaunch._inherited import JOIN_KEY, encoded
+from nblaunch._inherited import JOIN_KEY, decoded, encoded
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import Placed, Placement, PlaceRun
-from nblaunch.runtime.place import place
+from nblaunch.protocol.client import Caller, DismissSession, OpenRanks, Placement
+from nblaunch.protocol.messages import Prepare
+from nblaunch.runtime.launch import FreshRanks
+from nblaunch.runtime.place import PlacedRanks, place
+from nblaunch.runtime.requests import RequestHandler
 
 FREE_PORT = "127.0.0.1:0"
 
 
 @pytest.fixture
 def local():
-    runtime = LocalRuntime()
+    runtime = LocalRuntime(NoServer())
     yield runtime
     runtime.close()
 
 
 def asked(environ=None, *, path=(), backends=(), **options):
     environ = dict(os.environ) if environ is None else environ
-    return PlaceRun(
-        options=LaunchOptions(nproc_per_node=2, **options),
-        environ=encoded(environ),
-        path=tuple(map(os.fsencode, path)),
-        backends=backends,
-    )
+    prepare = Prepare(environ=encoded(environ), cwd=b"", path=tuple(map(os.fsencode, path)))
+    wanted = LaunchOptions(nproc_per_node=2, **options)
+    return OpenRanks(session="run", options=wanted, prepare=prepare, backends=backends)
+
+
+def added(request, local):
+    """Return the names of the variables that the ranks get besides."""
+    return decoded(place(request, local).prepare.environ).keys() - decoded(request.prepare.environ).keys()
 
 
 def test_a_place_is_found_before_any_process_starts(local):
-    placed = place(asked(), local)
-    assert (placed.placement.nproc, placed.added, placed.unheeded) == (2, {}, "")
-    assert local.server.pid is None
+    placed = place(request := asked(), local)
+    assert (placed.placement.nproc, placed.unheeded) == (2, "")
+    assert placed.prepare.environ == request.prepare.environ
 
 
 @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "TORCH_DIST_USE_NCCL2"])
@@ -89,11 +96,10 @@ def test_a_place_on_nodes_is_provisional_and_needs_nothing_of_this_machine(local
     no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     on_nodes = {"on": "process", "nnodes": "2:3"}
     placed = place(asked(no_gpu, **on_nodes), local)
-    assert placed == Placed(placement=Placement(4, "gloo", "cpu", 0))
+    assert (placed.placement, placed.unheeded) == (Placement(4, "gloo", "cpu", 0), "")
     for backend in ("nccl", "cpu:gloo,cuda:nccl-legacy"):
         placed = place(asked(no_gpu, **on_nodes, backend=backend, numa_binding="node"), local)
         assert placed.placement.backend == backend
-    assert local.server.pid is None
     with pytest.raises(nblaunch.OptionError, match="backend 'tin'"):
         place(asked(backend="tin", **on_nodes), local)
     with pytest.raises(nblaunch.OptionError, match="rdzv_conf has join_timeout='soon'"):
@@ -113,10 +119,20 @@ def test_the_network_of_the_nodes_is_added_where_the_caller_has_chosen_none(loca
     if address is None:
         pytest.skip("this machine has no network")
     of_nodes = {"rdzv_endpoint": FREE_PORT, "local_addr": address}
-    assert place(asked(**of_nodes), local).added.keys() == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    assert added(asked(**of_nodes), local) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     chosen = {**os.environ, "NCCL_SOCKET_IFNAME": "eth7"}
-    assert place(asked(chosen, **of_nodes), local).added.keys() == {"GLOO_SOCKET_IFNAME"}
+    assert added(asked(chosen, **of_nodes), local) == {"GLOO_SOCKET_IFNAME"}
+
+
+def test_a_run_that_was_placed_waits_for_its_job_until_its_client_forgets_it(local):
+    stranger: Any = None
+    handler = RequestHandler(local, "token", stranger)
+    there = PlacedRanks(Placement(2, "gloo", "cpu", 0), asked().prepare)
+    handler._fresh = {name: FreshRanks(local, asked(), there, Caller()) for name in ("one", "another")}
+    handler.note(DismissSession(session="one"))
+    assert handler._fresh.keys() == {"another"}
+    handler.close()
 
 
 def test_the_key_of_a_rendezvous_is_not_among_the_variables():
-    assert asked({JOIN_KEY: "k" * 40, "A": "b"}).environ == (b"A=b",)
+    assert asked({JOIN_KEY: "k" * 40, "A": "b"}).prepare.environ == (b"A=b",)

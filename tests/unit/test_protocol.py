@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.group.hub import Hub
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages
 from nblaunch.protocol.messages import (
     AboutRank,
@@ -56,6 +57,14 @@ PLAIN = {
     bool: st.booleans(),
     type(None): st.none(),
     Any: JSON,
+    # Options check each other, and what they allow has tests of its own.
+    LaunchOptions: st.builds(
+        LaunchOptions,
+        env=st.dictionaries(st.sampled_from("ABC"), st.sampled_from(["", "b=c", "ü"])),
+        grace=st.floats(0, 1e6),
+        ranks=st.sampled_from([None, (0, 2)]),
+        out=st.sampled_from([None, "losses"]),
+    ),
 }
 
 
