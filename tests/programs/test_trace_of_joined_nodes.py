@@ -24,6 +24,7 @@ from servers import kept_server
 from nblaunch._inherited import JOIN_KEY
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.client.inherited import prepare_of
+from nblaunch.elastic.rendezvous import host_store
 from nblaunch.group import lifecycle
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
@@ -155,6 +156,12 @@ def wait_until(met: Callable[[], Any]) -> None:
     while not met():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _first_store() -> None:
+    """Have torch open the pipe that it keeps from the first store of a process on."""
+    host_store("127.0.0.1", range(1))
 
 
 @pytest.fixture
