@@ -8,6 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from nblaunch import _devices
 from nblaunch._errors import OptionError
 from nblaunch.checks import doctor, nccl
 from nblaunch.checks.nccl import all_reduce
@@ -17,7 +18,7 @@ from nblaunch.magic import commands
 
 FAST = """
 print(json.dumps({"at": "timing"}))
-print(json.dumps({"first": 0.5 + rank, "wrong": 0, "bandwidth": 2e9 * (rank + 1), "version": "2.27.3"}))
+print(json.dumps({"first": 0.5 + rank, "wrong": 0, "bandwidth": 2e9 * (rank + 1)}))
 """
 STUCK = "print(json.dumps({'at': 'its first all_reduce'}), flush=True)\ntime.sleep(60)"
 
@@ -32,6 +33,7 @@ def ranks(tmp_path, monkeypatch):
         monkeypatch.setattr(nccl, "_RANK", script)
         monkeypatch.setattr(placement, "visible_gpus", lambda _environ, **_: gpus)
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+        monkeypatch.setattr(_devices, "nccl_version", lambda: (2, 27, 3))
         monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
 
     return install
