@@ -436,7 +436,7 @@ def runs_on(capability: tuple[int, ...], built_for: Sequence[str]) -> bool:
 def torchs_architectures(own: DoctorRuntime, deadline: float) -> list[str]:
     """Return what torch was built for, nothing where that is not known in time (monotonic)."""
     try:
-        return list(own.fork(max(deadline - time.monotonic(), 0.1)))
+        return list(own.fork(max(deadline - time.monotonic(), 0.1), architectures=True))
     except (LaunchError, OSError):
         return []  # another check reports why nothing can be forked
 

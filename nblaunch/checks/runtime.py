@@ -42,8 +42,8 @@ class DoctorRuntime:
 
         return check
 
-    def fork(self, seconds: float) -> tuple[str, ...]:
-        """Have a process forked, which ends within `seconds`; return what its torch has code for.
+    def fork(self, seconds: float, *, architectures: bool = False) -> tuple[str, ...]:
+        """Have a process forked, which ends within `seconds`; return the `architectures` of its torch.
 
         Raises `LaunchError`, or an `OSError`, where the runtime cannot start, or cannot fork.
         """
@@ -52,7 +52,8 @@ class DoctorRuntime:
                 msg = "the doctor has ended"
                 raise LaunchError(msg, phase="runtime")
             self.started = self.started or OwnRuntime(self.directory.root())
-        return self.started.ask_on_a_line(TryFork(seconds=seconds)).architectures
+        request = TryFork(seconds=seconds, architectures=architectures)
+        return self.started.ask_on_a_line(request).architectures
 
     def close(self) -> None:
         """End the runtime, whatever it does, and remove the directory."""

@@ -29,7 +29,7 @@ from nblaunch.protocol.messages import (
     Unwritten,
 )
 from nblaunch.protocol.reports import plural
-from nblaunch.protocol.state import RunState, decode_state
+from nblaunch.protocol.state import REMARK_CHARACTERS, RunState, decode_state
 from nblaunch.protocol.transcript import Entry, Text, Transcript
 
 _ANSWER_SECONDS = 2.0
@@ -101,10 +101,26 @@ def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
 
 @dataclass(slots=True)
 class _PrintedSoFar:
-    """What has been printed of a rank in one attempt: so many displays, and its files up to these offsets."""
+    """What has been printed of a rank in one attempt: so many displays, and its files up to these offsets.
+
+    As in its transcript, `clear_output` takes displays back, and with `wait` only once there is more output.
+    """
 
     displays: int = 0
+    clears: int = 0
+    clear_pending: bool = False
     ends: dict[Stream, int] = field(default_factory=dict)
+
+    def clear(self, *, wait: bool) -> None:
+        """Follow a `clear_output`."""
+        self.clear_pending = wait
+        if not wait:
+            self.displays, self.clears = 0, self.clears + 1
+
+    def begin_output(self) -> None:
+        """Follow the output that a `clear_output` has waited for."""
+        if self.clear_pending:
+            self.clear(wait=False)
 
 
 class _Output:
@@ -125,17 +141,19 @@ class _Output:
             case AttemptStarted(number=number):
                 self._attempt = max(number, self._attempt)
             case Printed(rank=rank, stream=stream, text=text, end=end):
+                self._of(rank).begin_output()
                 self._of(rank).ends[stream] = end
                 self._write(rank, stream, text)
             case Displayed(rank=rank, data=data, update=False):
+                self._of(rank).begin_output()
                 self._of(rank).displays += 1
                 self._show(rank, data)
-            case Cleared(rank=rank):
-                self._of(rank).displays = 0
+            case Cleared(rank=rank, wait=wait):
+                self._of(rank).clear(wait=wait)
             case Noticed(text=text):
                 self._notice(text)
             case Remarked(rank=rank, text=text):
-                self._notice(f"rank {rank}: {text}")
+                self._notice(f"rank {rank}: {text[:REMARK_CHARACTERS]}")
             case Unwritten(rank=rank, size=size):
                 self._unwritten[rank] = size
             case _:
@@ -159,7 +177,7 @@ class _Output:
     def _catch_up(self, rank: int, transcript: Transcript, files: wire.RankLogFiles | None) -> None:
         whole = not (transcript.omitted or transcript.omitted_displays or transcript.clears)
         if (self._attempt, rank) not in self._shown and (
-            whole or files is None or not Path(files.stdout).exists()
+            whole or files is None or not any(Path(place_in_file(files, each)[0]).exists() for each in Stream)
         ):
             self._take_entries(rank, transcript.head)
             lines = max(transcript.omitted_lines, int(transcript.omitted > 0))
@@ -170,6 +188,7 @@ class _Output:
             self._take_displays(rank, transcript)
         shown = self._of(rank)
         shown.displays = len(transcript.displays) + transcript.omitted_displays
+        shown.clears, shown.clear_pending = transcript.clears, transcript.clear_pending
         if files is not None:
             shown.ends = {stream: place_in_file(files, stream)[2] for stream in Stream}
 
@@ -178,16 +197,19 @@ class _Output:
             if files is None or not self._filter.shows(files.local_rank, stream):
                 continue
             path, start, end = place_in_file(files, stream)
+            start = max(start, self._of(rank).ends.get(stream, 0))
+            if end <= start:
+                continue  # of a stream to which nothing is printed there may be no file
             try:
-                for text in pieces(path, max(start, self._of(rank).ends.get(stream, 0)), end):
+                for text in pieces(path, start, end):
                     self._write(rank, stream, text)
             except FileNotFoundError:
                 self._print(Stream.STDERR, f"[rank {rank}] {stream} left out: its log is gone")
 
     def _take_displays(self, rank: int, transcript: Transcript) -> None:
-        there, before = transcript.displays, self._of(rank).displays
+        there, shown = transcript.displays, self._of(rank)
         total = len(there) + transcript.omitted_displays
-        new = total - before if total >= before else total  # fewer: they have been cleared since
+        new = total - shown.displays if transcript.clears == shown.clears else total
         self._left_out(rank, 0, new - len(there), f"the last {len(there)} are kept")
         for display in there[max(len(there) - new, 0) :]:
             self._show(rank, display.data)

@@ -433,15 +433,16 @@ def register() -> str:
     return START_METHOD
 
 
-def try_fork(server: Server, seconds: float) -> tuple[str, ...]:
-    """Fork a process, as a rank is forked; return the architectures that its torch has code for.
+def try_fork(server: Server, seconds: float, *, architectures: bool) -> tuple[str, ...]:
+    """Fork a process, as a rank is forked; return the `architectures` that its torch has code for.
 
     Asked there: torch may initialise CUDA to answer. Raises `LaunchError` if it does not end in time.
     """
     from nblaunch.elastic.placement import write_architectures  # not where ranks import this module
 
     answer = server.directory.make("forked-") / "architectures"
-    process = RankProcess(target=write_architectures, args=(str(answer),), name="nblaunch-tried")
+    call, args = (write_architectures, (str(answer),)) if architectures else (os.getpid, ())
+    process = RankProcess(target=call, args=args, name="nblaunch-tried")
     try:
         with server.forking():
             process.start()

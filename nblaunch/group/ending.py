@@ -74,7 +74,8 @@ class HangWatch(msgspec.Struct, frozen=True):
         still = (pending for rank, pending in here.items() if self.before.get(rank) == pending)
         stuck = frozenset(operation for pending in still for operation in pending)
         if not self.before:
-            return replace(self, before=here), False
+            # Outside of collectives, as at first, ranks are asked again after the same time.
+            return replace(self, before=here, silent_since=self.silent_since if here else now), False
         # Fewer than before are no other hang: to nccl2 (torch 2.15) what has ended is open for a second.
         after = replace(self, silent_since=now, before=here, reported=self.reported | stuck)
         return after, not stuck <= self.reported

@@ -643,6 +643,10 @@ class _Step:
                 self.set(closed=True)
                 self.act(CloseGroup(succeeded=job is not None and job.succeeded))
                 self.finish()
+                # No tick will come for these.
+                for why, each in self.state.searches.items():
+                    self.act(RanksLocated(why, each.report(self.state.at_work, self.state.remote)))
+                self.set(searches={})
             case Trigger.INTERRUPT:
                 self.interrupt()
             case Trigger.INTERRUPT_SPARING:
@@ -1149,9 +1153,12 @@ class _Step:
             self.finish()
         elif now >= ending.skip_at:
             self.skip_grace()
-        elif not ending.begun and now >= ending.deadline:
+        elif now >= ending.deadline and not ending.begun:
             self.set_ending(begun=True, timed_out=True)
             self.locate(Why.TIMEOUT, ANSWER_SECONDS)
+        elif now >= ending.deadline and ending.told and not ending.interrupts:
+            # An interrupt that spares the ranks has told them to end, and does not wait for ever either.
+            self.set_ending(timed_out=True)
         elif not ending.begun and ending.hang.due(now) and Why.HANG not in self.state.searches:
             self.locate(Why.HANG, ANSWER_SECONDS)
         if self.state.working is not None:
@@ -1297,7 +1304,7 @@ class _Step:
         if job is None:
             return
         lost = format_ranks(state.members.ranks) if state.kept else ""
-        give_up_at = self.now + state.grace + END_SECONDS
+        give_up_at = min(job.ending.give_up_at, self.now + state.grace + END_SECONDS)
         self.set_ending(skipped=True, skip_at=NEVER, give_up_at=give_up_at, lost=lost)
         self.act(Order.SKIP_GRACE)
         waited_for = self.state.interruption.waited_for

@@ -921,6 +921,10 @@ class NodeGroup(Peers):
                 pass  # the attempt has been abandoned
 
     def _node_ended(self, node: FleetNode, error: str) -> None:
+        member = self._members.get(node.name)
+        if error and member is not None and not member.ranks:
+            # No rank is lost with it, of which the loss would tell.
+            self.events.noted(f"node {node.name} cannot take part: {error}")
         self._fleet.forget(node.identity, f"ended: {error}" if error else "has ended")
 
     def of_attempt(

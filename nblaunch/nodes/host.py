@@ -530,6 +530,9 @@ class NodeHost:
             relay = self._relay(opened)
         except Exception as error:  # noqa: BLE001 - the notebook gets it
             self._send(wire.NodeEnded(group=opened.group, error=f"{type(error).__name__}: {error}"))
+            if self._rdzv is not None:
+                # It came for this run alone.
+                self._end_with(str(error))
             return
         self._relays[opened.group] = relay
         relay.start()

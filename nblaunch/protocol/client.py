@@ -544,6 +544,8 @@ class TryFork(Request[Forked], frozen=True):
     """Fork a process as a rank is forked, and wait for its end, at most `seconds`."""
 
     seconds: float
+    architectures: bool = False
+    """Whether it asks its torch what that has code for, which may ask the driver."""
 
 
 class ListenAgain(Request[Done], frozen=True):

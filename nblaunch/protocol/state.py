@@ -88,7 +88,7 @@ _FAILING = (State.FAILED, State.LOST)
 
 
 _NOTICES = 20
-_REMARK_CHARACTERS = 2000
+REMARK_CHARACTERS = 2000
 _LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
 
@@ -394,7 +394,7 @@ def _noted(
             # The first ones count: what follows a NaN is NaN.
             if rank not in state.ranks or len(state.notices) >= _NOTICES:
                 return state
-            return _noted(state, Noticed(text=f"rank {rank}: {text[:_REMARK_CHARACTERS]}"))
+            return _noted(state, Noticed(text=f"rank {rank}: {text[:REMARK_CHARACTERS]}"))
         case Illustrated():
             return replace(state, profile=message)
 
@@ -557,7 +557,9 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
 
 def _counted(known: RankState, message: Reached | Unwritten | Profiled | Finishing) -> RankState:
     if isinstance(message, Reached):
-        return replace(known, collectives=message.collectives)
+        # The same count is no news: a rank that is asked each second would never be silent.
+        same = known.collectives == message.collectives
+        return known if same else replace(known, collectives=message.collectives)
     if isinstance(message, Profiled):
         return replace(known, profile=message.data)
     if isinstance(message, Finishing):

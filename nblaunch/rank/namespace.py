@@ -310,7 +310,10 @@ class DeadVariables:
 
     def names_of(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
         """Return by which names the program knows these, and the models that they are for."""
-        found = optimizer_steps.names(optimizers, self._things()) if optimizers else ()
+        try:
+            found = optimizer_steps.names(optimizers, self._things()) if optimizers else ()
+        except Exception:  # noqa: BLE001 - a user's model may raise anything when it is examined
+            found = ("an optimizer",)
         return found[:_MOST_NAMED]
 
     def _things(self) -> Iterator[tuple[str, object]]:

@@ -29,7 +29,9 @@ def _note(optimizer: Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
         return
     if not torch.cuda.is_current_stream_capturing():
-        _ends.setdefault(optimizer, torch.cuda.Event()).record()
+        # A new one each time: an event stays on the device on which it was recorded first.
+        _ends[optimizer] = end = torch.cuda.Event()
+        end.record()
 
 
 def unfinished() -> list[Optimizer]:

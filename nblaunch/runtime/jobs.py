@@ -179,7 +179,7 @@ class RunningJob:
         if self.group is None:
             self._interrupted = True
         elif not (self.order.look and self.job.known.ending.begun):
-            self.group.interrupt(self.job, sparing=sparing)
+            self.group.interrupt(self.job, sparing=sparing or self.order.look)
 
     def tick(self, now: float) -> None:
         """Measure a job that takes a while; `now` is monotonic."""

@@ -581,7 +581,8 @@ class RequestHandler:
             raise LaunchError(msg, phase="runtime", kind=FailureKind.SESSION_ENDED)
 
     def _try_fork(self, _: ClientConnection, request: wire.TryFork) -> _Served:
-        return lambda: wire.Forked(architectures=try_fork(self._local.server, request.seconds))
+        server, seconds, wanted = self._local.server, request.seconds, request.architectures
+        return lambda: wire.Forked(architectures=try_fork(server, seconds, architectures=wanted))
 
     def _listen_again(self, _: ClientConnection, __: wire.ListenAgain) -> _Served:
         self.listen()

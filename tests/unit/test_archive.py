@@ -86,7 +86,7 @@ def descriptors() -> set[str]:
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of this listing
-            if "memfd:" in os.readlink(path):
+            if "memfd:" in str(path.readlink()):
                 found.add(path.name)
     return found
 

@@ -159,3 +159,33 @@ def test_where_the_log_is_gone_the_beginning_and_the_end_are_printed(tmp_path, c
     assert (int(lines[0]), int(lines[-1])) == (0, LONG - 1)
     transcript = written.state.ranks[0].transcript
     assert shown.err == f"[rank 0] {transcript.omitted_lines} lines left out: its log is gone\n"
+
+
+def test_an_animation_that_was_read_too_slowly_ends_with_its_last_picture_and_none_comes_twice(
+    tmp_path, capsys
+):
+    written, output = Written(tmp_path), _Output(OutputFilter())
+    written.catch_up(output)
+    for message in (figure(1), Cleared(rank=0, wait=True)):
+        output.take(written.take(message))
+    written.catch_up(output)
+    for number in (2, 3):
+        written.take(figure(number))
+        written.take(Cleared(rank=0, wait=True))
+    written.catch_up(output)
+    output.take(written.take(figure(4)))
+    written.catch_up(output)
+    assert printed_in(capsys.readouterr().out) == ["figure 1", "figure 3", "figure 4"]
+
+
+def test_a_rank_that_has_printed_to_one_stream_alone_may_lack_the_other_file(tmp_path, capsys):
+    written, output = Written(tmp_path), _Output(OutputFilter())
+    written.paths[Stream.STDOUT].unlink()
+    for number in range(LONG):
+        written.take(out(f"{number:099}\n", stream=Stream.STDERR))
+    end = written.paths[Stream.STDERR].stat().st_size
+    stdout, stderr = map(str, written.paths.values())
+    files = RankLogFiles(0, 0, stdout, stderr, Offsets(0, 16), Offsets(0, end))
+    for _ in range(2):
+        output.catch_up(written.state, {0: (files,)})
+    assert printed_in(capsys.readouterr().err) == [f"{number:099}" for number in range(LONG)]
