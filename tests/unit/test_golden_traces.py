@@ -10,7 +10,7 @@ from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import Action, Order, Trigger
 from nblaunch.group.recovery import Send
-from nblaunch.protocol.messages import Answer, Asked, Collective, FromRank, Started, Where
+from nblaunch.protocol.messages import Answer, Asked, Collective, FromRank, Reached, Started, Where
 from nblaunch.protocol.state import RunState
 
 KEYBOARD = "builtins.KeyboardInterrupt"
@@ -175,3 +175,41 @@ def test_a_hang_is_looked_for_after_half_of_the_silence_and_told_after_all_of_it
         group.after(1.1)
         group.located(collectives=STUCK[-1:])
     assert len(group.notices()) == 1, "once"
+
+
+def test_a_hang_is_found_also_while_ranks_are_measured():
+    group = Traced(kept=True, hang_after=2.0)
+    measured = [Reached(rank=rank, collectives=7) for rank in range(2)]
+    group.feed(*measured)
+    for _ in range(2):
+        group.after(0.6)
+        group.feed(*measured)
+        group.after(0.5)
+        group.located(collectives=STUCK[-1:])
+    (told,) = group.notices()
+    assert told.startswith("nothing heard for 2 s\n")
+
+
+def test_ranks_that_compute_in_silence_are_asked_now_and_then():
+    group = Traced(kept=True, hang_after=2.0)
+    for _ in range(100):
+        group.after(0.1)
+        group.located()
+    assert 8 <= group.trace().count("ReportWhere") <= 10
+    assert group.notices() == ()
+
+
+def test_a_job_that_an_interrupt_spares_times_out_all_the_same():
+    group = Traced(kept=True, timeout=3.0)
+    group.feed(Trigger.INTERRUPT_SPARING)
+    stopped = "its process is stopped (SIGSTOP)"
+    for _ in range(200):
+        group.after(0.05)
+        group.feed(life.StacksRead({0: stopped, 1: stopped}))
+    assert "ranks 0-1 could not be interrupted: stopped by SIGSTOP" in group.notices()
+
+
+def test_who_looks_at_a_group_that_ends_has_an_answer_at_once():
+    group = Traced(kept=True)
+    group.feed(life.LocateRanks(3, 1.0), Trigger.DRAINED, Trigger.AGENT_ENDED)
+    assert group.trace().endswith("0.0 RanksLocated")
