@@ -149,8 +149,8 @@ def test_two_nodes_are_one_run_whose_values_and_output_come_in_rank_order(meetin
 def test_a_node_that_cannot_open_its_group_ends_with_the_reason_which_the_notebook_has_too(meeting):
     """Another node can take its place."""
     cannot = meeting.join("--log-dir", "/proc/logs")
-    once(lambda: cannot.poll() is not None, meeting.join)
-    result = nblaunch.run(os.getpid, **meeting.options)
+    with once(lambda: cannot.poll() is not None, meeting.join):
+        result = nblaunch.run(os.getpid, **meeting.options)
     (told,) = [each for each in result.warnings if "cannot take part" in each]
     assert "No such file or directory: '/proc/logs'" in told
     status, said = ended(cannot)
