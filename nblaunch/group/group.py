@@ -291,6 +291,12 @@ class WorkerGroup:
             self._hub.add(self)
             self._agent.start()
 
+    def abandon(self) -> None:
+        """End a group that gets no job. On the hub's thread."""
+        # An agent that was not started does not end either.
+        self.post(Trigger.DISMISS if self._started else Trigger.AGENT_ENDED)
+        self._started = True
+
     def begin(self, job: Job | None, prepare: Prepare) -> None:
         """Give the ranks a job, to be dispatched once all of them are ready; None only makes them ready."""
 

@@ -160,6 +160,8 @@ class RunningJob:
         self.group, self._prepare, self._hub = group, prepare, hub
         if self._interrupted:
             self._give_up()
+            if not group.keep:
+                group.abandon()
             return
         group.begin(self.job, prepare)
         group.start()

@@ -360,3 +360,33 @@ def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by
         assert lives.exists()
         started[1].communicate("\n")
         assert list(Path(base).glob("nblaunch-*")) == []
+
+
+@pytest.mark.parametrize("standby", ["0", "1"], ids=["new ranks", "ranks that wait"])
+def test_of_a_run_that_was_interrupted_before_it_began_nothing_is_left(standby, start_kernel, eventually):
+    kernel = start_kernel(NBLAUNCH_STANDBY=standby)
+    poke = poked.of_kernel(kernel)
+    poke("import psutil")
+    if standby == "1":
+        kernel.ok("%%distributed -n 2\nrank")
+        eventually(
+            lambda: poke(
+                "(lambda seat: seat is not None and seat.group.waiting)(local.standby._standby_group)"
+            ),
+            "the next ranks are ready",
+        )
+    poke(
+        "from nblaunch.runtime.jobs import RunningJob\n"
+        "begin = RunningJob.begin\n"
+        "def late(self, *arguments):\n"
+        "    self._interrupted = True\n"
+        "    begin(self, *arguments)\n"
+        "RunningJob.begin = late"
+    )
+    assert kernel.fails("%%distributed -n 2\nrank").ename == "KeyboardInterrupt"
+    poke("RunningJob.begin = begin")
+    root = Path(poke("str(local.directory.root())"))
+    waiting = 1 if standby == "1" else 0
+    eventually(lambda: len(list(root.glob("group-*"))) <= waiting, "the run's directory is gone")
+    assert kernel.ok("%%distributed -n 2 --out res\nrank").error is None
+    assert kernel.value("res.values") == [0, 1]
