@@ -574,7 +574,8 @@ class NodeFleet:
         if has in self._fitting:
             return ""
         inventories = {node.name: node.arriving.inventory for node in self._nodes.values()}
-        found = compare(_here(), {**inventories, self._named(name): arriving.inventory})
+        everybody = {**inventories, self._named(name): arriving.inventory}
+        found = compare(_here(), everybody, self.conf.options.backend)
         if not found.refused:
             self._fitting.add(has)
             self._warn(each for each in found.warned if each not in self._warned)
@@ -913,9 +914,7 @@ class NodeGroup(Peers):
                 self._node_ended(node, error)
             case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
                 self.events.dumped(rank, text)
-            case wire.Workers() | wire.RankMessages() | wire.Wrote() | wire.Gone() | wire.RanksMeasured() if (
-                message.attempt == self.events.attempt
-            ):
+            case _ if isinstance(message, wire.OfAttempt) and message.attempt == self.events.attempt:
                 self.of_attempt(member, message, data)
             case _:
                 pass  # the attempt has been abandoned
@@ -930,7 +929,7 @@ class NodeGroup(Peers):
     def of_attempt(
         self,
         member: NodeMember,
-        message: wire.Workers | wire.RankMessages | wire.Wrote | wire.Gone | wire.RanksMeasured,
+        message: wire.OfAttempt,
         data: memoryview,
     ) -> None:
         """Handle a message of the current attempt."""
@@ -1257,7 +1256,7 @@ class FleetGroup(NodeGroup, Agent):
     def of_attempt(
         self,
         member: NodeMember,
-        message: wire.Workers | wire.RankMessages | wire.Wrote | wire.Gone | wire.RanksMeasured,
+        message: wire.OfAttempt,
         data: memoryview,
     ) -> None:
         """Handle a message of the current attempt, and have the director know."""

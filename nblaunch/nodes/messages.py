@@ -381,8 +381,9 @@ class AdoptRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     world_size: int
 
 
-_FromRanks = Workers | RankMessages | Wrote | Gone | RanksMeasured | OthersStopped | Dumped
-_FromGroup = _FromRanks | Piece | PieceLost | MeetAgain | NodeEnded
+OfAttempt = Workers | RankMessages | Wrote | Gone | RanksMeasured
+"""These are about the ranks of one attempt."""
+_FromGroup = OfAttempt | OthersStopped | Dumped | Piece | PieceLost | MeetAgain | NodeEnded
 FromNode = Arriving | _FromGroup | Leaving | Notice | PieceTaken | ProbeOpen | Reachable | CodeLacking
 _ToRanks = ForRanks | Release | Restart | AdoptRanks | SkipGrace | MeasureRanks | DumpStacks
 _ToGroup = _ToRanks | Piece | OpenGroup | Meet | EndGroup

@@ -32,15 +32,17 @@ class Differences:
         )
 
 
-def compare(here: Inventory, nodes: Mapping[str, Inventory]) -> Differences:
+def compare(here: Inventory, nodes: Mapping[str, Inventory], backend: str = "auto") -> Differences:
     """Compare the nodes, by name, with the notebook's machine and with one another.
 
     Different minor versions of Python and releases of torch are refused, because functions travel as
-    bytecode. If all nodes use NCCL, so are its different minor versions. Different versions of nblaunch,
-    drivers, CUDA and glibc, patch versions of NCCL, builds of torch and models of GPUs are warnings.
+    bytecode. If all nodes use NCCL, so are its different minor versions: `backend` is that of the run, each
+    node's own where it is "auto". Different versions of nblaunch, drivers, CUDA and glibc, patch versions of
+    NCCL, builds of torch and models of GPUs are warnings.
     """
     everybody = {_HERE: here, **nodes}
-    nccl = nodes if all("nccl" in each.backend for each in nodes.values()) else {}
+    used = {each.backend for each in nodes.values()} if backend == "auto" else {backend}
+    nccl = nodes if all("nccl" in each for each in used) else {}
     builds = {name: each for name, each in nodes.items() if _release(each) == _release(here)}
     refused = (
         _differing("Python", everybody, _minor_of_python),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_lifecycle_machine import GRACE, PREPARE, Group, raised, returned, where
+from test_lifecycle_machine import GRACE, PREPARE, Group, hello, raised, returned, where
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
@@ -213,3 +213,13 @@ def test_who_looks_at_a_group_that_ends_has_an_answer_at_once():
     group = Traced(kept=True)
     group.feed(life.LocateRanks(3, 1.0), Trigger.DRAINED, Trigger.AGENT_ENDED)
     assert group.trace().endswith("0.0 RanksLocated")
+
+
+def test_no_stack_is_read_of_a_process_that_has_not_said_hello():
+    """The signal for it would end a process that does not handle it yet."""
+    group = Traced(kept=True)
+    group.fork(1)
+    group.feed(hello(0), life.LocateRanks(3, 1.0))
+    group.after(1.1)
+    (reading,) = [each for each in group.done if isinstance(each, life.ReadStacks)]
+    assert reading.ranks == {0}

@@ -57,6 +57,13 @@ def test_what_matters_is_refused_with_value_and_host(other, line):
     assert line in found.refusal
 
 
+@pytest.mark.parametrize(("backend", "refused"), [("gloo", False), ("cpu:gloo,cuda:nccl", True)])
+def test_nccl_matters_where_the_run_uses_it(backend, refused):
+    found = compare(HERE, {"hA": NODE, "hB": but(nccl="2.26.2")}, backend)
+    assert bool(found.refused) is refused
+    assert found.warned == ()
+
+
 def test_a_node_must_have_the_notebooks_python_and_torch():
     found = compare(HERE, {"hA": but(python="3.12.1", torch="2.12.0")})
     assert found.refused == (
