@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_lifecycle_machine import GRACE, PREPARE, Group, hello, raised, returned, where
+from test_lifecycle_machine import GRACE, PREPARE, Group, attempt, hello, raised, returned, where
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
@@ -218,8 +218,9 @@ def test_who_looks_at_a_group_that_ends_has_an_answer_at_once():
 def test_no_stack_is_read_of_a_process_that_has_not_said_hello():
     """The signal for it would end a process that does not handle it yet."""
     group = Traced(kept=True)
-    group.fork(1)
-    group.feed(hello(0), life.LocateRanks(3, 1.0))
+    starting = msgspec.structs.replace(attempt(1), pids={0: 10, 1: 11})
+    group.feed(life.AttemptStarting(starting), life.WorkersForked(starting, frozenset({0, 1})))
+    group.feed(hello(0, attempt=1), life.LocateRanks(3, 1.0))
     group.after(1.1)
     (reading,) = [each for each in group.done if isinstance(each, life.ReadStacks)]
     assert reading.ranks == {0}
