@@ -11,12 +11,13 @@ from typing import Any, Self
 
 from nblaunch import _notebook
 from nblaunch._results import Handle, RunResult, SessionInfo, SessionStatus
-from nblaunch.client import directory
+from nblaunch.capture.saved import SavedSession
+from nblaunch.client import directory, saving
 from nblaunch.client.jobs import ClientJob
 from nblaunch.client.launch import prepare_call
 from nblaunch.client.run import run_fresh
 from nblaunch.client.scripts import is_script, prepare_script
-from nblaunch.client.session import LiveSession, SessionJob, attach_session, silent, start_session
+from nblaunch.client.session import LiveSession, SessionJob, attach_session, silent
 from nblaunch.client.wait import SilentView
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions
@@ -137,7 +138,7 @@ class Session:
             options["nproc"] = nproc
         watch = view_of if _shows(display) else silent
         self._begin(
-            start_session(LaunchOptions.from_keywords(of_session=True, **options), name=name, watch=watch)
+            saving.start(LaunchOptions.from_keywords(of_session=True, **options), name=name, watch=watch)
         )
 
     def _begin(self, live: LiveSession) -> None:
@@ -261,6 +262,29 @@ class Session:
         {'rank': [0, 1], 'loss': [0.31, 0.29]}
         """
         return self._live.pull(*names, ranks=ranks)
+
+    def save(
+        self, path: str | os.PathLike[str], *, background: bool = False, strict: bool = False
+    ) -> SavedSession:
+        """Save the ranks' variables to a directory; `Session(restore=path)` begins with them.
+
+        Each variable is equal on all ranks (saved once), sharded (DTensors, also of FSDP2, for any number of
+        ranks), or a rank's own. Functions and classes of cells, random states, grad mode and default dtype
+        come along. What cannot be saved is left out and named; with `strict=True` that raises
+        `NblaunchError`. The directory appears once it is whole, in the place of an older save; only this
+        user can read it.
+
+        With `background=True` it is written while cells go on: `.whole` says whether it is there.
+
+        Raises `NblaunchError` if it cannot be written, and while another job is running.
+
+        >>> print(session.save("monday"))                                  # doctest: +SKIP
+        /home/me/monday: 4021 MB of 4 ranks
+          equal: batches, step
+          sharded: model, opt
+          each rank's own: loss, random state of torch
+        """
+        return saving.save(self._live, os.fspath(path), background=background, strict=strict)
 
     def diff(self, *names: str, env: bool = False, ranks: Sequence[int] | None = None) -> Difference:
         """Compare variables of the ranks: equal, or where they differ first, and which ranks agree.

@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import functools
+import importlib
 import operator
 import os
 import sys
@@ -76,6 +77,12 @@ def ask_shell(question: str, *arguments: object) -> object:
     The notebook has a rank call this, by name: it never imports `nblaunch.rank`.
     """
     return getattr(sys.modules["nblaunch.rank.shell"], question)(*arguments)
+
+
+def ask_saving(question: str, *arguments: object, **keywords: object) -> object:
+    """Call `save` or `restore` of a rank, whose module is loaded only for that."""
+    saving = importlib.import_module("nblaunch.rank.saving")
+    return getattr(saving, question)(*arguments, **keywords)
 
 
 _FUTURE_FLAGS = functools.reduce(

@@ -40,6 +40,7 @@ Modules, each after those that it imports:
     pickling       picklers and unpicklers, with buffers out of band and keys for known objects
     unpicklable    the path to the part where pickling fails
     walk           objects as they were sent, and whether they would be sent otherwise now
+    saved          a session's variables in a directory: format, owner, another number of ranks
     capture        a cell, a call, a push: what is sent for it, ready to be written
     shared_memory  payloads in memory files (or files), written once, held and mapped
 """

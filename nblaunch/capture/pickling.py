@@ -23,15 +23,17 @@ import functools
 import hashlib
 import io
 import pickle
+import pickletools
 import sys
 import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
@@ -72,11 +74,11 @@ class Packed:
 
     def is_same(self, other: Packed) -> bool:
         """Return whether both are equal and refer to the same memory, so that one serves for both."""
-        ranges = [_memory_range(buffer) for buffer in self.buffers]
+        ranges = [memory_range(buffer) for buffer in self.buffers]
         return (
             self.stream == other.stream
             and None not in ranges
-            and ranges == [_memory_range(buffer) for buffer in other.buffers]
+            and ranges == [memory_range(buffer) for buffer in other.buffers]
         )
 
     @property
@@ -85,7 +87,7 @@ class Packed:
         return sum(part.nbytes for part in self.parts)
 
 
-def _memory_range(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
+def memory_range(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
     """Return where a buffer is in memory and its length, None for one that cannot be written to."""
     if isinstance(buffer, tensors.Far):
         return buffer.address
@@ -137,7 +139,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         if type(obj) is types.CodeType:
             self.filenames.add(obj.co_filename)
         if tensors.is_tensor(obj):
-            return self._tensor_with_parts(obj)
+            return self.reduce_tensor(obj)
         self._recomputed.update(tensors.recomputed_in(obj))
         reduced = self._reduce_memory(obj)
         if reduced is NotImplemented:
@@ -154,7 +156,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
                 reduced = _named_class(reduced, name)
         return reduced
 
-    def _tensor_with_parts(self, tensor: Any) -> Any:
+    def reduce_tensor(self, tensor: Any) -> Any:
         if tensor.grad_fn is not None and id(tensor) not in self._recomputed:
             self.detached.append(tensor)
         parts = tensors.parts_of(tensor)
@@ -491,6 +493,16 @@ def remember_received_classes() -> None:
     received_classes.update({cls: name for cls, name in dict(tracked).items() if cls not in made_classes})
 
 
+def keep_as_own(received: Collection[str]) -> None:
+    """Count classes that were loaded from a save as the rank's own, but for those that the notebook has."""
+    made_classes.update(cls for name, cls in _by_name.items() if name not in received)
+
+
+def known_class_names() -> frozenset[str]:
+    """Return the names of the classes that this notebook has sent, or got."""
+    return frozenset(_cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID)  # noqa: SLF001 - no public way
+
+
 def known_class(tracker_id: str) -> type:
     """Return the notebook's own class that was sent under `tracker_id`."""
     tracked: dict[str, type] = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID  # noqa: SLF001
@@ -672,6 +684,108 @@ def loads_known(
         del _loading.offer
     fills = [push.fill(found(key), content) for key, content in contents]
     return Loaded(value, loader.memo.copy, fills)
+
+
+class _Absent:
+    """Stands for an object that cannot be made."""
+
+    where = ("", "")
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __setitem__(self, *_: object) -> None:
+        pass
+
+    append = extend = add = __setstate__ = lambda *_: None
+
+
+class _Skeleton(_Loader):
+    """Makes no objects: what is left are texts, and the names of what is imported."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return type(name, (_Absent,), {"where": (module, name)})
+
+    def persistent_load(self, key: int) -> Any:
+        return super().persistent_load(key) if key < 0 else _Absent()
+
+
+_NUMBER, _FILL = pickle.BININT, pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
+
+
+class SegmentReader:
+    """Unpickles what one pickler has written piece by piece; after one that fails it goes on with the next.
+
+    Each piece may refer to objects of those before it.
+    """
+
+    def __init__(self, stream: bytes, device: str, found: Callable[[int], Any]) -> None:
+        """Read on a rank; `found(key)` returns an object from elsewhere."""
+        self._stream, self._device, self._found = stream, device, found
+        self._buffers: deque[Any] = deque()
+        self._lacking: set[int] = set()
+        self._begin_with([])
+
+    def _begin_with(self, objects: Sequence[Any], kind: type[_Loader] = _Loader) -> None:
+        """Unpickle from here on with these objects at the first places.
+
+        The unpickler counts its places, and to set its `memo` does not: a pickle of its own fills them.
+        """
+        keys = ((-1 - at).to_bytes(4, "little", signed=True) for at in range(len(objects)))
+        filling = b"".join(_NUMBER + key + _FILL for key in keys)
+        head = pickle.PROTO + b"\x04" + filling + pickle.NONE + pickle.STOP
+        self._file, self._shift = io.BytesIO(head + self._stream), len(head)
+
+        def found(key: int) -> Any:
+            return objects[-1 - key] if key < 0 else self._found(key)
+
+        self._loader = kind(self._file, buffers=iter(self._buffers.popleft, self), found=found)
+        self._loader.load()
+
+    def read(self, begin: int, end: int, buffers: Iterable[Any]) -> Any:
+        """Return the object of a piece. Raises whatever it raises; then `skip` must follow."""
+        if self._lacking and not self._lacking.isdisjoint(_places_read(self._stream[begin:end])):
+            msg = "it has an object of a variable that could not be loaded"
+            raise pickle.UnpicklingError(msg)
+        with _loading_on(self._device):
+            return self._loaded(begin, buffers)
+
+    def _loaded(self, begin: int, buffers: Iterable[Any]) -> Any:
+        self._buffers.clear()
+        self._buffers.extend(buffers)
+        self._file.seek(self._shift + begin)
+        return self._loader.load()
+
+    def skip(self, begin: int, buffers: Iterable[Any], first: int) -> None:
+        """Leave a piece out, whose objects have places from `first` on; others use its texts and imports."""
+        known = self._loader.memo.copy()
+        self._begin_with([known[place] for place in range(first)], _Skeleton)
+        self._loaded(begin, buffers)
+        objects = self._loader.memo.copy()
+        for place in range(first, len(objects)):
+            obj = objects[place]
+            if isinstance(obj, type) and issubclass(obj, _Absent):
+                try:
+                    objects[place] = _Loader.find_class(self._loader, *obj.where)
+                except Exception:  # noqa: BLE001 - whatever an import raises
+                    self._lacking.add(place)
+            elif type(obj) not in LEAVES:
+                self._lacking.add(place)
+        self._begin_with([objects[place] for place in range(len(objects))])
+
+    def memo(self) -> dict[int, Any]:
+        """Return the objects that are there, by their places."""
+        found: dict[int, Any] = self._loader.memo.copy()
+        return {place: obj for place, obj in found.items() if place not in self._lacking}
+
+
+def _places_read(stream: bytes) -> Iterator[int]:
+    for operation, argument, _ in pickletools.genops(stream):
+        if operation.name in {"GET", "BINGET", "LONG_BINGET"}:
+            yield int(argument or 0)
 
 
 def dumps_plain(value: object) -> bytes:

@@ -86,6 +86,13 @@ def _buffer(storage: Any) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(memory)
 
 
+def memory(size: int) -> memoryview:
+    """Return memory that can be written to, and has not been."""
+    import torch
+
+    return memoryview(_buffer(torch.UntypedStorage(size))).cast("B")
+
+
 def _untyped(buffer: Any, size: int, kind: str) -> Any:
     import torch
 

@@ -49,5 +49,6 @@ Modules, each after those that it imports:
     wait               the caller's wait: drawing, prompts, interrupts
     run                one job, from its capture to its `Outcome`
     session            ranks that stay: cells, calls, push, pull
+    saving             saves of a session, and sessions that begin with one
     shell              what a shell shows of a session's jobs: `python -m nblaunch logs`
 """

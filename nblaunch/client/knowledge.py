@@ -29,6 +29,8 @@ from nblaunch.capture.walk import CHANGED, Inspection, ObjectFrame, SentFrames
 from nblaunch.protocol.messages import Names, Objects
 from nblaunch.protocol.reports import format_ranks
 
+_NOTHING = -1
+"""The key of no object."""
 _NO_NAMES = Names(rank=-1, names=())
 _IMPORTED = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
 
@@ -121,6 +123,16 @@ class Knowledge:
                     known = None if binding.key is None else self._table.get(binding.key)
                     if not isinstance(known, _IMPORTED):
                         record.bound[name] = replace(binding, again=True)
+
+    def restored(self, names: Iterable[str], namespace: Mapping[str, Any]) -> None:
+        """Note variables that ranks have from a save: what the notebook has bound by now is no news to them.
+
+        What it binds later is: code of the notebook replaces theirs, and all else is named in a notice.
+        """
+        with self._lock:
+            keys = {name: self.key_for(namespace[name]) if name in namespace else _NOTHING for name in names}
+            for record in self._records:
+                record.bound |= {name: _Binding(key) for name, key in keys.items()}
 
     def sweep(self) -> None:
         """Drop the keys of objects that the notebook has freed."""

@@ -359,11 +359,40 @@ class LiveSession:
         job.brief, job.look = brief, look
         return self._perform(job)
 
-    def _look(self, title: str, ranks: Sequence[int], fn: Callable[..., Any], *args: object) -> ClientJob:
+    def _look(
+        self, title: str, ranks: Sequence[int], fn: Callable[..., Any], *args: object, **keywords: object
+    ) -> ClientJob:
         """Return a job that calls a function of ours, which only looks into ranks."""
         job = self._job(FunctionJob(name=title), title, ranks)
-        job.payloads, job.internal, job.look = (RankPayload(capture_call(fn, args, {}, None)),), True, True
+        job.payloads, job.internal, job.look = (
+            (RankPayload(capture_call(fn, args, keywords, None)),),
+            True,
+            True,
+        )
         return job
+
+    def ask_all(
+        self, title: str, question: str, *args: object, look: bool = True, **keywords: object
+    ) -> Outcome:
+        """Have all ranks save or load; shown is what comes of it."""
+        self._refuse_if_held()
+        job = self._look(title, range(self.world_size), _notebook.ask_saving, question, *args, **keywords)
+        job.look, job.options = look, replace(self.options, timeout=None)
+        return self._perform(job)
+
+    def take_restored(self, names: Iterable[str]) -> None:
+        """Note that the ranks have these variables from a save."""
+        self._knowledge.begin(self._attempt, self.world_size)
+        self._knowledge.restored(names, _notebook.namespace() or {})
+
+    def note(self, text: str) -> None:
+        """Say this with the next job whose result the user sees."""
+        self._notes.append(text)
+
+    def taken_notes(self) -> tuple[str, ...]:
+        """Return what was to be said, which is said now."""
+        notes, self._notes = tuple(self._notes), []
+        return notes
 
     def diff(self, *names: str, env: bool = False, ranks: Sequence[int] | None = None) -> Difference:
         """Compare variables of the ranks, and with `env` what they run in."""

@@ -16,7 +16,7 @@ from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._help import FailureKind
 from nblaunch._results import Handle, Perform, RunResult, held_by, sessions_table
 from nblaunch.checks.report import DoctorReport
-from nblaunch.client import directory
+from nblaunch.client import directory, saving
 from nblaunch.client.local import local
 from nblaunch.client.run import run_fresh
 from nblaunch.client.scripts import prepare_script
@@ -148,10 +148,12 @@ def _start(line: str, _: Namespace) -> str:
     session = sessions.start(parse_line(line).options)
     given = sessions.flag_of(session.name)
     warning = f"\nnote: {session.placement.warning}" if session.placement.warning else ""
+    loaded = "".join(f"\n{text}" for text in session.taken_notes()) if session.options.restore else ""
     outlives = f". It outlives this kernel: %distributed attach {session.name}" if session.detached else ""
     return (
         f"session {session.name!r}: {session.world_size} ranks ({session.placement.backend}) keep their "
-        f"variables; %%distributed{given} cells run on them until %distributed stop{given}{outlives}{warning}"
+        f"variables; %%distributed{given} cells run on them until %distributed stop{given}"
+        f"{outlives}{warning}{loaded}"
     )
 
 
@@ -189,6 +191,22 @@ def _attach(line: str, _: Namespace) -> str | None:
         show_result(outcome.result, _notebook.shell())
         outcome.unwrap()
     return None
+
+
+_STRICT = "--strict"
+
+
+def _save(line: str, _: Namespace) -> str:
+    """Save a session's variables to a directory."""
+    words = split_words(line)
+    names, options = _names_in(" ".join(word for word in words if word != _STRICT), "save", needed=False)
+    if len(names) != 1:
+        msg = f"'%distributed save {line}': save takes one directory. Write %distributed save NAME."
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
+    session = sessions.named(options.session)
+    found = saving.save(session, names[0], background=options.background, strict=_STRICT in words)
+    more = "\n  it is being written, while cells go on" if options.background else ""
+    return f"{found}{more}\n%distributed start --from {names[0]} goes on from here"
 
 
 def _session_name(line: str, command: str) -> str | None:
@@ -332,6 +350,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "status": _status,
     "sessions": _sessions,
     "attach": _attach,
+    "save": _save,
     "push": _push,
     "pull": _pull,
     "diff": _diff,
@@ -370,6 +389,8 @@ def command_completions(text_so_far: str) -> list[str]:
                 possible = (*possible, _ENV)
         case ["push", *_] if not word.startswith("-"):
             possible = completion.names_here()
+        case ["save", *_] if not word.startswith("-"):
+            possible = _files(word)
         case ["doctor", *_]:
             possible = (_NCCL, _ON)
         case ["export", *_]:

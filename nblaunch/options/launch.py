@@ -87,6 +87,15 @@ class LaunchOptions:
         kinds.duration(), "Longest time that a detached session is kept without a client or a running job.",
         default=14400.0, scope="session", torchrun="omitted",
     )
+    restore: str | None = option(
+        kinds.one_line, "Begin with the variables of a saved session: a directory that is your own.",
+        default=None, scope="session", torchrun="omitted", flag="--from",
+    )
+    drop: tuple[str, ...] = option(
+        kinds.python_names,
+        "With --from and another number of ranks: ranks' own variables to leave out; all for all.",
+        default=(), scope="session", torchrun="omitted",
+    )
     ranks: tuple[int, ...] | None = option(
         kinds.ranks, "Ranks of a session that run the cell. None: all.",
         default=None, scope="notebook", torchrun="comment", everyday=5,

@@ -46,6 +46,12 @@ def variable_shown(name: str, value: str) -> str:
     )
 
 
+def may_be_kept(name: str, value: str) -> bool:
+    """Return whether an environment variable is the program's, and does not look like a secret."""
+    secret = _SECRET.search(name) or _IN_URL.search(value)
+    return not secret and not _BY_DESIGN.fullmatch(name)
+
+
 def parts() -> Iterator[tuple[str, bytes, str]]:
     """Yield each part of the surroundings: what it is, its content, and what may be shown of it."""
     for name, value in _plain_parts():

@@ -13,7 +13,6 @@ control thread owns the rank's one socket, a ZMQ DEALER; it answers unless C cod
       is freed            <── abort, shutdown ──  FreeCollective, Abort                <──
 
 The phases of its life, by the names that error messages use:
-
     fork            isolate: die with the server, own session, subreaper, default signals
     connect         streams into the log files; Hello with the token of the worker group
     process group   on Prepare: environment, directory, limits, device; the default process group
@@ -26,7 +25,6 @@ The phases of its life, by the names that error messages use:
 An interrupt: the control thread sends SIGINT to the main thread only while a job is at work, and reports
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
 A collective, which cannot be, is aborted (NCCL) or cut off (gloo). With `Preempt` before it, the rank saves.
-
 Output goes into two log files, which survive SIGKILL; `Switched` and `Offsets` tell its order to the hub.
 
 Invariants:
@@ -54,6 +52,8 @@ Modules, each after those that it imports:
     failure          an exception as a record, with the user's frames only
     stores           which variables a cell has bound, also to the object that they had
     namespace        the rank's variables: its own, the notebook's, and which of the two counts
+    sharded          what of a save belongs to process groups: meshes, DTensors, models of FSDP2
+    saving           the rank's part in saving a session's variables, and in loading them
     waits            the operation in which the rank waits for others
     stacks           where the main thread is; frees a collective that it is stuck in
     control          the control thread: inbox, outbox, interrupts

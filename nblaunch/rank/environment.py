@@ -96,6 +96,10 @@ def unheard_timeouts() -> str:
     )
 
 
+given: dict[str, str] = {}
+"""The environment before the first job."""
+
+
 def apply(prepare: Prepare, *, keep: bool) -> None:
     """Take over the notebook's environment, directory, path and arguments."""
     wanted = for_rank(prepare.environ, keep=keep)

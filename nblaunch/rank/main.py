@@ -305,6 +305,7 @@ class Rank:
             if process_group.rethrows_errors() and (warning := environment.unheard_timeouts()):
                 self._remark(warning)
         process_group.accept_user_calls()
+        environment.given.update(os.environ)
         if self.orders.keep:
             self._give_names()
         if not prepare.joins:

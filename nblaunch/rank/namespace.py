@@ -11,7 +11,7 @@ import traceback
 import types
 import weakref
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -34,6 +34,10 @@ _REBOUND = object()
 _DUNDER = re.compile(r"__.*\w")
 
 
+here: Variables | None = None
+"""Those of this rank."""
+
+
 class Variables:
     """The globals of the cells that run here, and the objects that came from the notebook.
 
@@ -44,6 +48,8 @@ class Variables:
 
     def __init__(self, *, kept: bool) -> None:
         """`kept` is true for a session's rank: only then are variables its own."""
+        global here
+        here = self
         self._kept = kept
         self._objects = ObjectTable()
         self._came: dict[str, object] = {
@@ -140,12 +146,35 @@ class Variables:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all variables except IPython's own."""
-        shown = (
+        return tuple(sorted(self._shown())[:_MOST_NAMES])
+
+    def _shown(self) -> list[str]:
+        return [
             name
             for name in shell.namespace().keys() - _GIVEN
             if (self._is_own(name) if name in self._hidden else not name.startswith("__"))
+        ]
+
+    # --- saved and loaded ---
+
+    def to_save(self) -> dict[str, Any]:
+        """Return all variables except IPython's own."""
+        namespace = shell.namespace()
+        return {name: namespace[name] for name in self._shown() if name.isidentifier()}
+
+    def notebooks_code(self) -> list[str]:
+        """Return the functions and classes from the notebook, by name: a `def` there replaces these."""
+        return sorted(
+            name
+            for name, value in self.to_save().items()
+            if name in self._came and not self._is_own(name) and isinstance(value, type | types.FunctionType)
         )
-        return tuple(sorted(shown)[:_MOST_NAMES])
+
+    def restored(self, values: Mapping[str, object], notebooks: Collection[str]) -> None:
+        """Take variables that were saved: they are the rank's own, but for code of the notebook's."""
+        shell.namespace().update(values)
+        self._received.update(values)
+        self._came.update({name: value if name in notebooks else _REBOUND for name, value in values.items()})
 
 
 class Arrival:

@@ -451,10 +451,10 @@ def _store(where: str, number: int) -> dist.Store:
     return dist.PrefixStore(f"nblaunch/{_attempt}/{where}/{number}", _agent_store)
 
 
-def own_store() -> dist.Store:
+def own_store(where: str = "watch") -> dist.Store:
     """Return the agent's store over a connection of its own, for a thread beside the main one."""
     store = dist.TCPStore(*_agent_address, is_master=False, timeout=_STORE_TIMEOUT)
-    return dist.PrefixStore(f"nblaunch/{_attempt}/watch", store)
+    return dist.PrefixStore(f"nblaunch/{_attempt}/{where}", store)
 
 
 def forget_store() -> int:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
@@ -358,6 +358,22 @@ def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:
         lines = source.splitlines(keepends=True)
         # Without a modification time `linecache.checkcache` leaves the entry alone.
         linecache.cache[filename] = (len(source), None, lines, filename)
+
+
+def sources_of(filenames: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return title and source of the cells among these files."""
+    names: dict[str, int] = prepare().compile._filename_map  # noqa: SLF001 - as above
+    found = {}
+    for each in sorted(filenames):
+        known: Any = linecache.cache.get(each)
+        if known is not None and len(known) == _LINES and known[1] is None:  # no file's
+            title = f"Cell In[{names[each]}]" if each in names else each
+            found[each] = title, "".join(known[2])
+    return found
+
+
+_LINES = 4
+"""So many parts has an entry of `linecache` whose lines are there."""
 
 
 def namespace() -> dict[str, Any]:

@@ -462,6 +462,7 @@ TORCHS_PRIVATE = {
     "nblaunch.rank.in_place": "how torch makes a group, and forms it again; steps of models that did not end",
     "nblaunch.rank.process_group": "groups and their ranks; an abort from another thread",
     "nblaunch.rank.flight_recorder": "the flight recorders",
+    "nblaunch.rank.sharded": "meshes within meshes, shapes of shards; what FSDP2 keeps of a model",
     "nblaunch.rank.stacks": "the sequence number of the default group",
 }
 

@@ -22,6 +22,7 @@ import cloudpickle
 import pytest
 import torch
 from torch.distributed import HashStore, _composable_state, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic import events as torch_events
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
@@ -32,7 +33,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
-from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+from torch.distributed.tensor import _utils as dtensor_utils
 
 from nblaunch._errors import OptionError
 from nblaunch.elastic import agent as our_agent
@@ -300,6 +302,29 @@ def test_torch_can_still_be_asked_what_a_collective_reduces_with():
 @pytest.mark.skipif(not in_place.torch_can(), reason="torch forms groups again in place from 2.14 on")
 def test_torch_can_still_form_groups_again_in_place_by(owner, name):
     assert hasattr(owner, name), broken(owner, name)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (DeviceMesh, "_get_root_mesh"),
+        (dtensor_utils, "compute_local_shape_and_global_offset"),
+        (_fsdp_param_group.FSDPParamGroup, "reshard"),
+        (_fsdp_param_group.FSDPParamGroup, "is_sharded"),
+        (_fsdp_param_group.FSDPParam, "reset_sharded_param"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_torch_still_has_what_a_save_of_sharded_models_needs(owner, name):
+    assert hasattr(owner, name), broken(owner, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["mesh_info", "post_forward_mesh_info", "fsdp_params", "mp_policy", "offload_policy"]
+)
+def test_fsdp2_still_keeps_how_a_model_was_wrapped(name):
+    source = inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
+    assert f"self.{name} =" in source, broken(_fsdp_param_group.FSDPParamGroup, name)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the library has another name")

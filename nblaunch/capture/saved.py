@@ -1,0 +1,265 @@
+"""A session's variables in a directory: what is where, whether it may be loaded, and what it can become.
+
+    NAME/manifest.json   for people, and for who loads: format, number of ranks, each variable and its kind
+    NAME/equal.pkl       the variables that are equal on all ranks, once; sharded ones with their shape alone
+    NAME/rank-2.pkl      the variables that are rank 2's own
+    NAME/rank-2.data     arrays and tensors of both, in the order of the list in `rank-2.pkl`
+    NAME/sharded/        shards, by torch.distributed.checkpoint, which reads them for any number of ranks
+
+It is written as `NAME.partial` and renamed once it is whole and on the disk. While a save takes the place of
+an older one, that is `NAME.before`: a save that is killed leaves one of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nblaunch._errors import NblaunchError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PARTIAL, BEFORE = ".partial", ".before"
+VariableKind = Literal["equal", "sharded", "own"]
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SavedVariable:
+    """A variable in a save.
+
+    `name`, `kind` ("equal" on all ranks, "sharded" over them, a rank's "own"), `type`, `bytes` (all ranks
+    together), and `ranks`: those that have it.
+    """
+
+    name: str
+    kind: VariableKind
+    type: str
+    bytes: int
+    ranks: tuple[int, ...]
+    meshes: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the device meshes that it is sharded over."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """What a save has of a session's ranks; its text names each variable with its kind.
+
+    `path`, `world_size`, `created` (seconds since the epoch), `versions` of what has made it, `variables`,
+    `left_out` (name -> why it could not be saved), `environment` (the names of the variables that cells have
+    set), and `jobs`: the titles, states and times of the session's jobs.
+    """
+
+    path: str
+    token: str
+    world_size: int
+    created: float
+    versions: dict[str, str]
+    variables: tuple[SavedVariable, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    environment: tuple[str, ...] = ()
+    jobs: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is on the disk: a save in the background may still be written, or have failed."""
+        try:
+            return _manifest(Path(self.path)).token == self.token
+        except (NblaunchError, OSError):
+            return False
+
+    def to_json(self) -> str:
+        """Return the manifest."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in {"path", "variables"}}
+        found = [{name: getattr(each, name) for name in each.__slots__} for each in self.variables]
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.created))
+        whole = {"format": FORMAT, "saved": when, **fields, "variables": found}
+        return json.dumps(whole, indent=1, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """Return what was saved in a few lines."""
+        size = sum(each.bytes for each in self.variables) / 1e6
+        lines = [f"{self.path}: {size:.0f} MB of {self.world_size} ranks"]
+        for kind, words in (("equal", "equal"), ("sharded", "sharded"), ("own", "each rank's own")):
+            names = [each.name for each in self.variables if each.kind == kind]
+            if names:
+                lines.append(f"  {words}: {listed(names)}")
+        lines += [f"  not saved: {name}: {why}" for name, why in self.left_out.items()]
+        return "\n".join(lines)
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names in a line, the first of many."""
+    shown = ", ".join(sorted(names)[:_MOST_NAMED])
+    return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"
+
+
+def open_saved(path: str) -> SavedSession:
+    """Return what a directory has. Raises `NblaunchError` if it is no save, or not safely the user's own.
+
+    Loading unpickles, which runs code: whoever can write to the directory can run code as this user.
+    """
+    directory = Path(path)
+    before = Path(path + BEFORE)
+    if not directory.exists() and before.exists():
+        directory = before
+    found = _manifest(directory)
+    for each in (directory.resolve(), *_files(directory)):
+        _refuse_others(each)
+    above = directory.resolve().parent
+    known = above.stat()
+    if known.st_mode & _OTHERS_WRITE and not known.st_mode & stat.S_ISVTX:
+        msg = f"{path}: other users can write to {above}, and replace what is loaded from it. Move it."
+        raise NblaunchError(msg)
+    return found
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for each in directory.rglob("*"):
+        if each.is_symlink():
+            msg = f"{each} is a link, and a save has none"
+            raise NblaunchError(msg)
+        yield each
+
+
+def _refuse_others(path: Path) -> None:
+    known = path.stat()
+    if known.st_uid != os.getuid():
+        msg = (
+            f"{path} belongs to user {known.st_uid}. To load it would run that user's code: only your own "
+            "saves are loaded."
+        )
+        raise NblaunchError(msg)
+    if known.st_mode & _OTHERS_WRITE:
+        msg = (
+            f"other users can write to {path}, and to load it would run what they have put there. If you "
+            f"trust it: chmod -R go-w {path}"
+        )
+        raise NblaunchError(msg)
+
+
+def _manifest(directory: Path) -> SavedSession:
+    try:
+        known = json.loads((directory / MANIFEST).read_text())
+        number, variables = known.pop("format"), known.pop("variables")
+        if number != FORMAT:
+            msg = f"{directory} was saved in format {number}, and this nblaunch reads format {FORMAT}."
+            raise NblaunchError(msg)
+        known.pop("saved")
+        for each in variables:
+            each["ranks"], each["meshes"] = tuple(each["ranks"]), tuple(map(tuple, each["meshes"]))
+        known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        found = tuple(SavedVariable(**each) for each in variables)
+        return SavedSession(str(directory), variables=found, **known)
+    except FileNotFoundError:
+        partial = Path(str(directory) + PARTIAL)
+        why = f" ({partial} was begun, and is not whole)" if partial.exists() else ""
+        msg = f"{directory} is no saved session: it has no {MANIFEST}{why}."
+        raise NblaunchError(msg) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        msg = f"{directory / MANIFEST} cannot be read: {type(error).__name__}: {error}"
+        raise NblaunchError(msg) from None
+
+
+# Another number of ranks.
+
+
+def scaled(shape: Sequence[int], world_size: int) -> tuple[int, ...] | None:
+    """Return the shape that a mesh of all ranks has with another number of ranks, None if there is none.
+
+    The first dimension grows and shrinks: that of the data, or the only one.
+
+    >>> scaled((4,), 2), scaled((2, 2), 8), scaled((2, 4), 6)
+    ((2,), (4, 2), None)
+    """
+    _, *inner = shape
+    others = 1
+    for each in inner:
+        others *= each
+    return (world_size // others, *inner) if world_size >= others and not world_size % others else None
+
+
+def fit(saved: SavedSession, world_size: int, drop: Collection[str]) -> frozenset[str]:
+    """Return the variables that do not come back. Raises `NblaunchError` for some that cannot.
+
+    `drop` are those that the user can do without, "all" for all that cannot come back.
+    """
+    if saved.world_size == world_size:
+        return frozenset(each.name for each in saved.variables if each.name in drop)
+    own = [each.name for each in saved.variables if each.kind == "own"]
+    formless = {
+        each.name: shape
+        for each in saved.variables
+        for shape in each.meshes
+        if each.kind != "own" and scaled(shape, world_size) is None
+    }
+    lost = {*own, *formless}
+    wanted = {name for name in lost if name.isidentifier()}.difference(drop)
+    if wanted and "all" not in drop:
+        why = [f"{name} is each rank's own" for name in own if name in wanted]
+        why += [f"{name} needs a mesh like {shape}" for name, shape in formless.items() if name in wanted]
+        msg = (
+            f"{saved.path} was saved by {saved.world_size} ranks, and {world_size} cannot have all of it: "
+            f"{listed(why)}. Start {saved.world_size} ranks, or leave these out: "
+            f"--drop {','.join(sorted(wanted))}, or --drop all."
+        )
+        raise NblaunchError(msg)
+    return frozenset(lost | {each.name for each in saved.variables if each.name in drop})
+
+
+# Writing.
+
+
+def begin(path: str) -> Path:
+    """Make the directory that is renamed at the end. Raises `NblaunchError` or `OSError`."""
+    directory, partial, before = Path(path), Path(path + PARTIAL), Path(path + BEFORE)
+    if before.exists() and not directory.exists():
+        before.rename(directory)  # a save was killed while it took the place of this one
+    if directory.exists() and not (directory / MANIFEST).is_file():
+        msg = f"{path} is there already, and is no saved session. Give another name."
+        raise NblaunchError(msg)
+    shutil.rmtree(partial, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir(mode=0o700)
+    return partial
+
+
+def commit(saved: SavedSession) -> None:
+    """Have the directory take its name: it is whole."""
+    directory = Path(saved.path)
+    partial, before = Path(saved.path + PARTIAL), Path(saved.path + BEFORE)
+    fd = create(partial / MANIFEST)
+    with os.fdopen(fd, "w") as file:
+        file.write(saved.to_json())
+        file.flush()
+        os.fsync(fd)
+    for each in partial.rglob("*"):
+        each.chmod(0o700 if each.is_dir() else 0o600)
+    _sync(partial)
+    shutil.rmtree(before, ignore_errors=True)
+    if directory.exists():
+        directory.rename(before)
+    partial.rename(directory)
+    _sync(directory.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def create(path: Path) -> int:
+    """Return a descriptor of a new file that only this user can read."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
