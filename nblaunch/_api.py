@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -143,7 +144,8 @@ class Session:
 
     def _begin(self, live: LiveSession) -> None:
         self._live = live
-        self._numbers = itertools.count(1)
+        # Functions that are loaded from a save have the file names of cells of another session.
+        self._numbers = itertools.count(1 if live.options.restore is None else int(time.time()))
 
     @classmethod
     def attach(cls, name: str | None = None, *, take: bool = False, display: bool | None = None) -> Self:

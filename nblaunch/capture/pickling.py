@@ -764,7 +764,7 @@ class SegmentReader:
         known = self._loader.memo.copy()
         self._begin_with([known[place] for place in range(first)], _Skeleton)
         self._loaded(begin, buffers)
-        objects = self._loader.memo.copy()
+        objects: dict[int, Any] = self._loader.memo.copy()
         for place in range(first, len(objects)):
             obj = objects[place]
             if isinstance(obj, type) and issubclass(obj, _Absent):

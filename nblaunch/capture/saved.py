@@ -53,9 +53,10 @@ class SavedVariable:
 class SavedSession:
     """What a save has of a session's ranks; its text names each variable with its kind.
 
-    `path`, `world_size`, `created` (seconds since the epoch), `versions` of what has made it, `variables`,
-    `left_out` (name -> why it could not be saved), `environment` (the names of the variables that cells have
-    set), and `jobs`: the titles, states and times of the session's jobs.
+    `path`, `token` (random, to tell it from others there), `world_size`, `created` (seconds since the epoch),
+    `versions` of what has made it, `variables`, `left_out` (name -> why it could not be saved), `environment`
+    (the names of the variables that cells have set), and `jobs`: the titles, states and times of the
+    session's jobs.
     """
 
     path: str
@@ -89,7 +90,8 @@ class SavedSession:
         size = sum(each.bytes for each in self.variables) / 1e6
         lines = [f"{self.path}: {size:.0f} MB of {self.world_size} ranks"]
         for kind, words in (("equal", "equal"), ("sharded", "sharded"), ("own", "each rank's own")):
-            names = [each.name for each in self.variables if each.kind == kind]
+            # What comes along beside variables has names of several words.
+            names = [each.name for each in self.variables if each.kind == kind and each.name.isidentifier()]
             if names:
                 lines.append(f"  {words}: {listed(names)}")
         lines += [f"  not saved: {name}: {why}" for name, why in self.left_out.items()]

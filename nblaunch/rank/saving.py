@@ -125,6 +125,8 @@ class _Pickler(pickling.Outbound):
     ) -> None:
         super().__init__(*arguments, namespace=None, known=None, **keywords)
         self.met, self._classes, self._equal = met, classes, places
+        self.lines: dict[str, set[int]] = {}
+        """The lines of its functions, by file."""
 
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) in LEAVES:
@@ -135,6 +137,8 @@ class _Pickler(pickling.Outbound):
         return 0 if id(obj) in self._notebook else None
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.CodeType:
+            self.lines.setdefault(obj.co_filename, set()).update(_lines_of(obj))
         if obj is os.environ:
             return _environ, ()  # with what it has there, and not here
         reduced = self.met.reduce(obj)
@@ -159,6 +163,11 @@ class _Pickler(pickling.Outbound):
             return stream.getvalue()
 
         return self._classes.of(obj, dump)
+
+
+def _lines_of(code: types.CodeType) -> range:
+    lines = [line for *_, line in code.co_lines() if line]
+    return range(code.co_firstlineno, max(lines, default=code.co_firstlineno) + 1)
 
 
 def _environ() -> Any:
@@ -331,11 +340,11 @@ class _Save:
         self._meeting = meeting
         self._classes = _ClassNames()
         self._hashes: dict[tuple[int, int], bytes] = {}
-        self._filenames: set[str] = set()
+        self._lines: dict[str, set[int]] = {}
         sharded.reshard()
         self.values = {**variables.to_save(), **_surroundings(variables)}
         self.looks = {name: self._look(name) for name in sorted(self.values)}
-        self.values[SOURCES] = shell.sources_of(self._filenames)
+        self.values[SOURCES] = shell.sources_of(self._lines)
         self.looks[SOURCES] = self._look(SOURCES)
         self.left_out: dict[str, str] = {}
         self.keys: list[sharded.Key] = []
@@ -357,7 +366,8 @@ class _Save:
         except Exception as error:  # noqa: BLE001 - whatever the objects raise
             look.why_not = self._why(name, value, error)
             return look
-        self._filenames |= stream.pickler.filenames
+        for file, lines in stream.pickler.lines.items():
+            self._lines.setdefault(file, set()).update(lines)
         met = stream.pickler.met
         look.partial, look.shards = met.partial, len(met.shards)
         look.meshes = [list(key[2]) for key in met.made if key[0] == "mesh"]

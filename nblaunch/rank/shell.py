@@ -14,7 +14,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
@@ -360,15 +360,17 @@ def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:
         linecache.cache[filename] = (len(source), None, lines, filename)
 
 
-def sources_of(filenames: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return title and source of the cells among these files."""
+def sources_of(lines: Mapping[str, Collection[int]]) -> dict[str, tuple[str, str]]:
+    """Return title and source of the cells among these files, with these lines alone."""
     names: dict[str, int] = prepare().compile._filename_map  # noqa: SLF001 - as above
     found = {}
-    for each in sorted(filenames):
-        known: Any = linecache.cache.get(each)
+    for file, kept in sorted(lines.items()):
+        known: Any = linecache.cache.get(file)
         if known is not None and len(known) == _LINES and known[1] is None:  # no file's
-            title = f"Cell In[{names[each]}]" if each in names else each
-            found[each] = title, "".join(known[2])
+            title = f"Cell In[{names[file]}]" if file in names else file
+            # Others may have secrets.
+            shown = (line if at in kept else "\n" for at, line in enumerate(known[2], 1))
+            found[file] = title, "".join(shown)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Random notebooks whose session is saved, goes on, and is loaded again: what follows is the same both times."""
+"""Random notebooks whose session is saved, goes on, and is loaded: what follows is the same both times."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ LOOK = "looked.at(*(globals()[_n] for _n in {names!r} if _n in globals()))"
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("count", [full(4), slow(1000)])
-def test_a_random_notebook_goes_on_from_a_save_as_it_would_have(module_kernel, count, tmp_path, place):
-    kernel = module_kernel
+def test_a_random_notebook_goes_on_from_a_save_as_it_would_have(start_kernel, count, tmp_path, place):
+    kernel = start_kernel()
     prepare(kernel, place.line())
 
     @examples(count)

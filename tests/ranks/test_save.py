@@ -1,0 +1,266 @@
+"""A session that is saved, and one that begins with what was saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+from patience import eventually
+from training import STEPS
+
+import nblaunch
+from nblaunch.capture import saved
+
+SETUP = """
+import os, random, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 3)
+opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+ddp = DDP(torch.nn.Linear(2, 2))
+batch = torch.randn(4, 3)
+big = torch.arange(5000.0)
+view = big[10:20]
+first = second = [1]
+mine = rank * 10
+pair = dist.new_group([0, 1])
+
+def step():
+    opt.zero_grad()
+    loss = model(batch).square().sum()
+    loss.backward()
+    opt.step()
+    return loss.item(), mine
+
+class Holder:
+    def __init__(self): self.held = first
+    def get(self): return self.held, mine
+
+holder = Holder()
+step(), step()
+random.seed(3 + rank)
+torch.manual_seed(5 + rank)
+torch.set_default_dtype(torch.float64)
+torch.set_grad_enabled(False)
+os.environ["A_MODE"], os.environ["A_TOKEN"] = "fast", "hidden"
+"""
+GOES_ON = """
+with torch.enable_grad():
+    steps = [step() for _ in range(3)]
+    ddp(torch.ones(2, 2, dtype=torch.float32) + rank).sum().backward()
+second.append(2)
+view[0] = -1
+t = torch.ones(1) * rank
+dist.all_reduce(t, group=pair)
+(
+    steps, random.random(), torch.rand(2).tolist(), ddp.module.weight.grad.tolist(), holder.get(),
+    big[10].item(),
+    opt.param_groups[0]["params"][0] is model.weight, type(holder) is Holder, t.item(),
+    torch.get_default_dtype() is torch.float64, torch.is_grad_enabled(), os.environ["A_MODE"],
+)
+"""
+TENSOR_PARALLEL = """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def made_in_parallel():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    mesh = init_device_mesh(device.type, (world_size,))
+    model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+def whole(model, opt):
+    found = [*model.parameters()]
+    found += [value for each in found for _, value in sorted(opt.state[each].items())]
+    return [(each.full_tensor() if hasattr(each, "full_tensor") else each).tolist() for each in found]
+"""
+
+
+def test_what_was_saved_goes_on_in_another_session_as_it_would_have(tmp_path):
+    with nblaunch.Session(nproc=2, display=False, env={"A_KEY": "of --env"}) as session:
+        session.cell(SETUP, namespace={})
+        report = session.save(tmp_path / "save")
+        expected = list(session.cell(GOES_ON, namespace={}).values)
+    kinds = {each.name: each.kind for each in report.variables}
+    assert (kinds["model"], kinds["opt"], kinds["ddp"], kinds["mine"]) == ("equal", "equal", "equal", "own")
+    assert report.whole
+    with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
+        found = session.cell(GOES_ON, namespace={})
+        source = session.cell("import inspect; inspect.getsource(step)", namespace={}).values[0]
+    assert list(found.values) == expected
+    assert "has run the code that is pickled there" in found.warnings[0]
+    assert source.startswith("def step():")
+    content = b"".join(each.read_bytes() for each in (tmp_path / "save").rglob("*") if each.is_file())
+    assert b"fast" in content
+    assert b"hidden" not in content
+    assert b"of --env" not in content
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory):
+    """Give the save of a session of two ranks, in which some variables cannot be saved."""
+    path = tmp_path_factory.mktemp("saves") / "save"
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(SETUP, namespace={})
+        session.cell(
+            "import socket; made = (n for n in [1]); kept = [first, {'s': socket.socket()}]", namespace={}
+        )
+        session.save(path)
+    return path
+
+
+@pytest.mark.full
+def test_what_cannot_be_saved_is_left_out_and_named_and_strict_refuses_it(save, tmp_path):
+    left_out = saved.open_saved(str(save)).left_out
+    assert set(left_out) == {"made", "kept"}
+    assert "kept[1]['s'], socket.socket" in left_out["kept"]
+    with nblaunch.Session(restore=str(save), display=False) as session:
+        warnings = session.cell("first", namespace={}).warnings
+        assert "kept could not be saved (rank 0: kept[1]['s'], socket.socket" in warnings[0]
+        session.cell("made = (n for n in [1])", namespace={})
+        with pytest.raises(nblaunch.NblaunchError, match="made cannot be saved: rank 0: generator"):
+            session.save(tmp_path / "strict", strict=True)
+        assert session.cell("first[0]", namespace={}).values == [1, 1]
+    assert not (tmp_path / "strict").exists()
+
+
+@pytest.mark.full
+def test_another_number_of_ranks_is_refused_by_name_unless_these_are_dropped(save):
+    with pytest.raises(nblaunch.NblaunchError, match=r"mine is each rank's own.*--drop mine"):
+        nblaunch.Session(nproc=3, restore=str(save), display=False)
+    with nblaunch.Session(nproc=3, restore=str(save), display=False, drop=["all"]) as session:
+        found = session.cell(
+            "'mine' in globals(), first, torch.get_default_dtype() is torch.float64", namespace={}
+        )
+        assert list(found.values) == [(False, [1], True)] * 3
+        assert "left out: mine" in found.warnings[0]
+
+
+@pytest.mark.full
+def test_the_notebook_replaces_its_own_functions_after_a_load_and_no_variable_of_the_ranks(tmp_path):
+    notebook = {"__name__": "__main__", "data": [1]}
+    exec("def f(): return data, 1", notebook)  # noqa: S102 - as a notebook does
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell("data.append(2); f()", namespace=notebook)
+        session.save(tmp_path / "save")
+    later = {"__name__": "__main__", "data": [3]}
+    exec("def f(): return data, 2", later)  # noqa: S102 - see above
+    with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
+        assert session.cell("f()", namespace={"__name__": "__main__"}).values[0] == ([1, 2], 1)
+        found = session.cell("f(), data", namespace=later)
+        assert found.values[0] == (([1, 2], 2), [1, 2])
+        assert any(
+            "data was assigned again in the notebook, but ranks 0-1" in each for each in found.warnings
+        )
+
+
+@pytest.mark.full
+def test_sharded_models_and_their_optimizers_come_back_on_any_number_of_ranks(tmp_path):
+    look = "whole(model, opt), whole(split, other)"
+    go_on = f"for n in (3, 4): step(model, opt, n); step(split, other, n)\n{look}"
+    with nblaunch.Session(nproc=4, display=False) as session:
+        session.cell(STEPS + TENSOR_PARALLEL, namespace={})
+        session.cell(
+            "model, opt = made('fsdp'); split, other = made_in_parallel()\n"
+            "for n in range(3): step(model, opt, n); step(split, other, n)",
+            namespace={},
+        )
+        report = session.save(tmp_path / "4")
+        before = session.cell(look, namespace={}).values[0]
+        after = session.cell(go_on, namespace={}).values[0]
+    kinds = {each.name: each.kind for each in report.variables}
+    assert {kinds[name] for name in ("model", "opt", "split", "other")} == {"sharded"}
+    with nblaunch.Session(nproc=2, restore=str(tmp_path / "4"), display=False) as session:
+        assert session.cell(look, namespace={}).values[0] == before
+        session.save(tmp_path / "2")
+        session.cell(go_on, namespace={})
+    with nblaunch.Session(nproc=4, restore=str(tmp_path / "2"), display=False) as session:
+        assert session.cell(look, namespace={}).values[0] == before
+        assert session.cell(go_on, namespace={}).values[0] == after
+
+
+@pytest.mark.full
+def test_cells_go_on_while_a_save_is_written_and_it_has_what_was_there_before_them(tmp_path):
+    slowly = (
+        "import os; write = os.pwrite\ndef pwrite(*a): time.sleep(0.2); return write(*a)\nos.pwrite = pwrite"
+    )
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(f"import time, torch; a = torch.zeros(10_000_000) + rank\n{slowly}", namespace={})
+        report = session.save(tmp_path / "save", background=True)
+        assert not report.whole
+        session.cell("a += 1; b = a[0].item()", namespace={})
+        assert not report.whole
+        with pytest.raises(nblaunch.NblaunchError, match="still being written"):
+            session.save(tmp_path / "other")
+        eventually(lambda: report.whole, "it is written", 60)
+    with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
+        assert session.cell("a[0].item(), 'b' in globals()", namespace={}).values == [
+            (0.0, False),
+            (1.0, False),
+        ]
+
+
+@pytest.mark.full
+def test_a_save_that_is_killed_leaves_the_one_before_it(tmp_path):
+    with nblaunch.Session(nproc=2, display=False) as session:
+        pids = list(session.cell("import os, time, torch; a = 1; os.getpid()", namespace={}).values)
+        session.save(tmp_path / "save")
+        stuck = "write = os.pwrite\nos.pwrite = lambda *a: time.sleep(600) or write(*a)"
+        session.cell(f"a = 2\n{stuck}", namespace={})
+        session.save(tmp_path / "save", background=True)
+        assert (tmp_path / "save.partial").is_dir()
+        os.kill(pids[1], signal.SIGKILL)
+        eventually(lambda: session.status().attempt > 0, "the ranks are new ones", 60)
+    with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
+        assert session.cell("a", namespace={}).values == [1, 1]
+        session.save(tmp_path / "save")
+    assert [each.name for each in tmp_path.iterdir()] == ["save"]
+
+
+@pytest.mark.full
+def test_what_cannot_be_loaded_is_named_and_all_else_is_there(tmp_path):
+    (tmp_path / "mod").mkdir()
+    (tmp_path / "mod" / "gone.py").write_text("class Thing:\n    pass\n")
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(f"import sys; sys.path.insert(0, {str(tmp_path / 'mod')!r})", namespace={})
+        session.cell(
+            "import gone, torch; a = torch.ones(3); b = [gone.Thing(), a]; c = [a, b]; d = {'a': a}",
+            namespace={},
+        )
+        session.save(tmp_path / "save")
+    (tmp_path / "mod" / "gone.py").unlink()
+    sys.path_importer_cache.clear()
+    with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
+        found = session.cell(
+            "d['a'] is a, [n for n in ('b', 'c', 'gone', 'torch') if n in globals()]", namespace={}
+        )
+        assert list(found.values) == [(True, ["torch"])] * 2
+        assert "b could not be loaded (rank 0: No module named 'gone')" in found.warnings[0]
+
+
+@pytest.mark.full
+def test_the_magic_saves_and_starts(kernel, tmp_path):
+    kernel.ok("%distributed start -n 2")
+    kernel.ok("%%distributed\nx = [rank]; y = 5")
+    kernel.ok(f"said = %distributed save {tmp_path}/save")
+    assert "equal: y" in kernel.value("str(said)")
+    kernel.ok("%distributed stop")
+    kernel.ok(f"said = %distributed start --from {tmp_path}/save")
+    assert "has run the code that is pickled there" in kernel.value("str(said)")
+    kernel.ok("%%distributed --out res\nx, y")
+    assert kernel.value("res.values") == [[[0], 5], [[1], 5]]
+    kernel.ok("%distributed stop")
+
+
+@pytest.mark.full
+def test_a_manifest_is_for_people_too(save):
+    manifest = json.loads((save / "manifest.json").read_text())
+    assert (manifest["format"], manifest["world_size"]) == (1, 2)
+    assert {each["name"]: each["type"] for each in manifest["variables"]}["opt"] == "torch.optim.adamw.AdamW"
+    assert manifest["environment"] == ["A_MODE"]
+    assert [each["title"] for each in manifest["jobs"]] == ["cell", "cell"]
