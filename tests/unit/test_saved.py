@@ -1,0 +1,158 @@
+"""A save is whole or absent, loaded only if it is the user's own, and says what other ranks cannot have."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import time
+
+import pytest
+
+from nblaunch._errors import NblaunchError
+from nblaunch.capture import pickling, saved
+from nblaunch.capture.saved import SavedSession, SavedVariable
+
+
+def made(path: str, number: int = 0, **fields: object) -> SavedSession:
+    variables = (
+        SavedVariable("model", "sharded", "torch.nn.Linear", 8, (0, 1, 2, 3), ((2, 2),)),
+        SavedVariable("mine", "own", "int", 3, (0, 1, 2, 3)),
+        SavedVariable("random state of torch", "own", "torch.Tensor", 3, (0, 1, 2, 3)),
+    )
+    return SavedSession(path, str(number), 4, time.time(), {"torch": "2.13"}, variables, **fields)
+
+
+def save(path: str, number: int = 0, **fields: object) -> SavedSession:
+    saved.begin(path)
+    found = made(path, number, **fields)
+    saved.commit(found)
+    return found
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path):
+    written = save(
+        f"{tmp_path}/s", left_out={"g": "a generator"}, environment=("A",), jobs=({"title": "cell"},)
+    )
+    assert saved.open_saved(f"{tmp_path}/s") == written
+    assert written.whole
+    assert "not saved: g: a generator" in str(written)
+
+
+def test_a_save_that_was_not_ended_leaves_the_one_before(tmp_path):
+    path = f"{tmp_path}/s"
+    first = save(path)
+    saved.begin(path)
+    assert saved.open_saved(path) == first
+    # Killed between the two renames.
+    os.rename(path, path + saved.BEFORE)  # noqa: PTH104 - texts
+    assert saved.open_saved(path).token == first.token
+    second = save(path, 1)
+    assert saved.open_saved(path) == second
+    assert not first.whole
+    assert os.listdir(tmp_path) == ["s"]  # noqa: PTH208 - see above
+
+
+def test_what_is_no_save_is_neither_loaded_nor_replaced(tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "thesis.txt").touch()
+    with pytest.raises(NblaunchError, match="is no saved session"):
+        saved.open_saved(f"{tmp_path}/s")
+    with pytest.raises(NblaunchError, match="is there already"):
+        saved.begin(f"{tmp_path}/s")
+    saved.begin(f"{tmp_path}/t")
+    with pytest.raises(NblaunchError, match=r"t.partial was begun, and is not whole"):
+        saved.open_saved(f"{tmp_path}/t")
+
+
+def test_another_format_and_a_broken_manifest_are_refused(tmp_path):
+    save(f"{tmp_path}/s")
+    manifest = tmp_path / "s" / saved.MANIFEST
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"format": 1', '"format": 7'))
+    with pytest.raises(NblaunchError, match="format 7, and this nblaunch reads format 1"):
+        saved.open_saved(f"{tmp_path}/s")
+    manifest.write_text(text[:-9])
+    with pytest.raises(NblaunchError, match="cannot be read: JSONDecodeError"):
+        saved.open_saved(f"{tmp_path}/s")
+
+
+def test_only_this_user_can_read_a_save_under_any_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        partial = saved.begin(f"{tmp_path}/s")
+        (partial / "sharded").mkdir()
+        (partial / "sharded" / "file").touch()
+        saved.commit(made(f"{tmp_path}/s"))
+    finally:
+        os.umask(before)
+    modes = {each.stat().st_mode & 0o777 for each in (tmp_path / "s").rglob("*") if each.is_file()}
+    assert ((tmp_path / "s").stat().st_mode & 0o777, modes) == (0o700, {0o600})
+
+
+def test_what_others_can_write_to_or_own_or_replace_is_not_loaded(tmp_path, monkeypatch):
+    path = f"{tmp_path}/s"
+    save(path)
+    (tmp_path / "s" / "equal.pkl").touch()
+    (tmp_path / "s" / "equal.pkl").chmod(0o620)
+    with pytest.raises(NblaunchError, match=r"other users can write to .*equal.pkl"):
+        saved.open_saved(path)
+    (tmp_path / "s" / "equal.pkl").chmod(0o600)
+    tmp_path.chmod(0o777)
+    with pytest.raises(NblaunchError, match="and replace what is loaded from it"):
+        saved.open_saved(path)
+    tmp_path.chmod(0o1777)
+    saved.open_saved(path)
+    (tmp_path / "s" / "link").symlink_to(tmp_path)
+    with pytest.raises(NblaunchError, match="is a link"):
+        saved.open_saved(path)
+    (tmp_path / "s" / "link").unlink()
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(NblaunchError, match="only your own saves are loaded"):
+        saved.open_saved(path)
+
+
+def test_what_another_number_of_ranks_cannot_have_is_named():
+    found = made("s")
+    assert saved.fit(found, 4, ()) == frozenset()
+    assert saved.fit(found, 4, ["mine"]) == {"mine"}
+    with pytest.raises(NblaunchError, match="--drop mine, or --drop all"):
+        saved.fit(found, 6, ())
+    assert saved.fit(found, 6, ["mine"]) == {"mine", "random state of torch"}
+    with pytest.raises(NblaunchError, match=r"model needs a mesh like \(2, 2\)"):
+        saved.fit(found, 3, ["mine"])
+    assert saved.fit(found, 3, ["all"]) >= {"mine", "model"}
+
+
+class Gone:
+    """Cannot be loaded."""
+
+    def __reduce__(self):
+        return eval, ("1 / 0",)
+
+
+def test_a_piece_of_a_pickle_that_fails_costs_only_what_has_its_objects():
+    shared, text = [1], "a text that is in several"
+    pieces = [
+        [text, shared],
+        {"x": Gone(), "y": [text], text: shared, "new": (inner := [2])},
+        [inner],
+        [text, "new", shared],
+    ]
+    stream, ends = io.BytesIO(), [(0, 0)]
+    pickler = pickle.Pickler(stream, protocol=5)
+    for each in pieces:
+        pickler.dump(each)
+        ends.append((stream.tell(), len(pickler.memo.copy())))
+    reader = pickling.SegmentReader(stream.getvalue(), "cpu", lambda _: None)
+    found = []
+    for (begin, first), (end, _) in itertools.pairwise(ends):
+        try:
+            found.append(reader.read(begin, end, ()))
+        except (ZeroDivisionError, pickle.UnpicklingError) as error:
+            found.append(type(error))
+            reader.skip(begin, (), first)
+    assert found == [[text, [1]], ZeroDivisionError, pickle.UnpicklingError, [text, "new", [1]]]
+    assert found[3][2] is found[0][1]
