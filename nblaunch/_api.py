@@ -137,6 +137,8 @@ class Session:
         """Start the ranks and wait until they are ready."""
         if nproc is not None:
             options["nproc"] = nproc
+        if isinstance(options.get("restore"), os.PathLike):
+            options["restore"] = os.fspath(options["restore"])
         watch = view_of if _shows(display) else silent
         self._begin(
             saving.start(LaunchOptions.from_keywords(of_session=True, **options), name=name, watch=watch)

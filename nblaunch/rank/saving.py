@@ -65,25 +65,22 @@ class _Meeting:
         self._store = process_group.own_store(f"save {token}")
         self._step = 0
 
-    def _key(self, rank: int, step: int) -> str:
-        return f"{step}/{rank}"
-
     def tell(self, own: Any) -> list[Any]:
         """Return what all ranks tell here, in their order. Raises `NblaunchError` if one has failed."""
         self._step += 1
-        self._store.set(self._key(self.rank, self._step), json.dumps(own))
+        self._store.set(f"{self._step}/{self.rank}", json.dumps(own))
         told = []
         for rank in range(self.world_size):
             seconds = _POLL_SECONDS
-            while not self._store.check([self._key(rank, self._step)]):
+            while not self._store.check([f"{self._step}/{rank}"]):
                 if self._store.check([f"failed/{rank}"]):
                     msg = f"rank {rank}: {self._store.get(f'failed/{rank}').decode()}"
                     raise NblaunchError(msg)
                 time.sleep(seconds)
                 seconds = min(2 * seconds, _MOST_SECONDS)
-            told.append(json.loads(self._store.get(self._key(rank, self._step))))
+            told.append(json.loads(self._store.get(f"{self._step}/{rank}")))
         # All have told this, so all have read the last.
-        self._store.delete_key(self._key(self.rank, self._step - 1))
+        self._store.delete_key(f"{self._step - 1}/{self.rank}")
         return told
 
     @contextlib.contextmanager
@@ -142,6 +139,11 @@ class _Pickler(pickling.Outbound):
         if obj is os.environ:
             return _environ, ()  # with what it has there, and not here
         reduced = self.met.reduce(obj)
+        if reduced is NotImplemented:
+            reduced = tensors.reduce_device(obj)
+            if isinstance(reduced, tuple):  # arrives as the rank's own, whichever it is here
+                make, (kind, index) = reduced
+                return make, (kind, None if index is None else 0)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     def needed_by(self, obj: Any) -> dict[str, Any]:  # noqa: ARG002 - see the class
@@ -190,7 +192,8 @@ class _Segments:
         self.places: dict[int, tuple[int, Any]] = {} if equal is None else equal.objects()
         self._file = io.BytesIO()
         self._waiting: list[memoryview | tensors.Deferred] = []
-        known = [obj for _, obj in self.places.values() if arrays.is_array(obj) or _is_memory(obj)]
+        memories = (arrays.Memory, torch.UntypedStorage)
+        known = [obj for _, obj in self.places.values() if arrays.is_array(obj) or isinstance(obj, memories)]
         self._storages = arrays.WholeMemories(self._key_of, (lambda: known) if known else tuple, first=first)
         self.pickler = _Pickler(
             self._file,
@@ -251,10 +254,6 @@ class _Segments:
         return {address: (place, obj) for address, (place, obj) in found if has_identity(obj)}
 
 
-def _is_memory(obj: Any) -> bool:
-    return isinstance(obj, arrays.Memory | torch.UntypedStorage)
-
-
 def _size_of(buffer: Any) -> int:
     if isinstance(buffer, memoryview):
         return buffer.nbytes
@@ -267,15 +266,8 @@ def _size_of(buffer: Any) -> int:
 
 def _surroundings(variables: namespace.Variables) -> dict[str, Any]:
     """Return what comes along beside the variables."""
-    numpy = sys.modules.get("numpy")
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     cudnn = torch.backends.cudnn
-    found: dict[str, Any] = {"random state of Python": random.getstate()}
-    if numpy is not None:
-        found["random state of NumPy"] = numpy.random.get_state()
-    found["random state of torch"] = torch.get_rng_state()
-    if cuda:
-        found["random state of CUDA"] = torch.cuda.get_rng_state()
+    found = {name: get() for name, get, _ in _random_states()}
     found[SETTINGS] = {
         "grad": torch.is_grad_enabled(),
         "dtype": torch.get_default_dtype(),
@@ -302,20 +294,22 @@ def _restore_surroundings(values: Mapping[str, Any]) -> None:
         torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn only"])
         torch.set_float32_matmul_precision(settings["matmul"])
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
-    for name, value in values.items():
-        match name:
-            case "random state of Python":
-                random.setstate(value)
-            case "random state of NumPy":
-                import numpy as np
+    for name, _, set_state in _random_states():
+        if name in values:
+            set_state(values[name])
 
-                np.random.set_state(value)  # noqa: NPY002 - the global one
-            case "random state of torch":
-                torch.set_rng_state(value)
-            case "random state of CUDA" if torch.cuda.is_available():
-                torch.cuda.set_rng_state(value.cpu())
-            case _:
-                pass
+
+def _random_states() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    yield "random state of Python", random.getstate, random.setstate
+    if numpy := sys.modules.get("numpy"):
+        yield "random state of NumPy", numpy.random.get_state, numpy.random.set_state
+    yield "random state of torch", torch.get_rng_state, torch.set_rng_state
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        yield (
+            "random state of CUDA",
+            torch.cuda.get_rng_state,
+            lambda state: torch.cuda.set_rng_state(state.cpu()),
+        )
 
 
 @dataclass(slots=True)

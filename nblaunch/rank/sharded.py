@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.capture.saved import scaled
 
@@ -57,6 +58,10 @@ class GroupObjects:
             return _found, (self._mesh_key(obj),)
         if isinstance(obj, dist.ProcessGroup):
             return _found, (self._group_key(obj),)
+        if isinstance(obj, DistributedDataParallel) and obj.device_ids:
+            # Each rank has another number there.
+            state = obj.__getstate__() | {"device_ids": [], "output_device": None}
+            return _bare, (type(obj),), state, None, None, _set_ddp
         if isinstance(obj, torch.nn.Module):
             return self._module(obj)
         return NotImplemented
@@ -233,6 +238,12 @@ def _without_shard(mesh: Any, facts: _Facts, number: str) -> Any:
     made = facts.made(mesh, torch.empty(shape, dtype=facts.dtype, device=where))
     loading.shards[number] = made
     return made
+
+
+def _set_ddp(model: Any, state: dict[str, Any]) -> None:
+    assert loading is not None  # noqa: S101 - see `_found`
+    here = loading.device.index
+    model.__setstate__(state | {"device_ids": None if here is None else [here], "output_device": here})
 
 
 def _bare(kind: Any) -> Any:
