@@ -33,8 +33,8 @@ An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
     recovery, in a session: if the group is fit, go on; else Recover forms the process group again, or the
       agent restarts all ranks; also after a job that succeeded, where ranks have called unlike numbers
 
-A group knows ranks that run elsewhere only as its `Peers`, a protocol in `group`. What makes groups gives
-them the function that connects these (`runtime.launch` gives `nodes.fleet.NodeFleet.connect`).
+A group knows its ranks as those of its hosts (`host.ranks.GroupHost`), wherever they run. What makes groups
+(`runtime.launch`) gives them the function that makes these.
 
 Invariants:
   * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.

@@ -26,7 +26,6 @@ from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (
     Asked,
-    CellJob,
     Cleared,
     Dispatch,
     Displayed,
@@ -40,7 +39,6 @@ from nblaunch.protocol.messages import (
     Raised,
     Returned,
     RunEnded,
-    ScriptJob,
     Started,
     Switched,
     Waiting,
@@ -75,25 +73,22 @@ class RankLogs:
         self.attempts = {attempt: self._present} if attempt in self.attempts else {}
         return self.attempts
 
-    def begin(self, attempt: int, workers: tuple[Worker, ...]) -> None:
-        """Follow the files of an attempt's processes."""
+    def begin(self, attempt: int) -> None:
+        """Follow the files of an attempt, which has none yet."""
         self.close()
         self._attempt = attempt
         self._present = self.attempts[attempt] = {}
-        self._follow(workers, brief=False)
-        self._growing = dict.fromkeys(self._tails, True)
-
-    def extend(self, workers: tuple[Worker, ...]) -> None:
-        """Follow the files of another node's processes of the same attempt; `wrote` reports their growth."""
-        # Brief: thousands of files must not stay open.
-        self._follow(workers, brief=True)
 
     def wrote(self, rank: int) -> None:
         """Poll the files of a rank on another node, which have grown."""
         if rank in self._tails:
             self._growing.setdefault(rank, False)
 
-    def _follow(self, workers: tuple[Worker, ...], *, brief: bool) -> None:
+    def extend(self, workers: tuple[Worker, ...], *, brief: bool = False) -> None:
+        """Follow the files of some of the attempt's processes.
+
+        `brief` files are open only while they are read, and `wrote` reports their growth.
+        """
         for worker in workers:
             self._present[worker.rank] = RankLogFiles(
                 worker.rank, worker.local_rank, worker.stdout, worker.stderr
@@ -107,6 +102,8 @@ class RankLogs:
             self._tails[worker.rank] = LogTail(
                 worker.rank, worker.stdout, worker.stderr, bounded=private, brief=brief
             )
+            if not brief:
+                self._growing[worker.rank] = True
 
     def renumber(self, attempt: int, kept: Mapping[int, int]) -> None:
         """Follow the kept ranks under their new numbers; `kept` maps these to the former ones."""
@@ -156,11 +153,6 @@ class RankLogs:
             )
             for attempt, ranks in logs.items()
         }
-
-    def stderr_of(self, rank: int) -> str:
-        """Return the path of a rank's stderr; empty if it is not known."""
-        known = self._present.get(rank)
-        return known.stderr if known is not None else ""
 
     def close(self) -> None:
         """Close the files of the present attempt."""
@@ -265,17 +257,6 @@ class Job:
     def state(self) -> RunState:
         """The state of the run: an immutable snapshot."""
         return self.known.run
-
-    @property
-    def titles(self) -> dict[str, str]:
-        """The titles of the files that this job's code was compiled under, as the user knows them."""
-        titles = {filename: title for filename, (title, _) in self.dispatch.sources.items()}
-        job = self.dispatch.job
-        if isinstance(job, CellJob):
-            titles[job.filename] = job.title
-        elif isinstance(job, ScriptJob) and job.file:
-            titles[job.file] = job.title
-        return titles
 
     def dispatch_to(self, rank: int) -> Dispatch:
         """Return the message to a rank."""

@@ -71,8 +71,6 @@ from nblaunch.group.fitness import Tallies, uneven
 from nblaunch.group.locating import Locating
 from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
 from nblaunch.protocol.messages import (
-    Abort,
-    Aborted,
     Answer,
     Arrived,
     Asked,
@@ -246,8 +244,6 @@ class GroupState(msgspec.Struct, frozen=True):
     """Whether the ranks of this attempt are being ended, and replaced."""
     changing: bool = False
     """Whether the membership changes: how the ranks of this attempt end is no failure."""
-    holding: RankSet | None = None
-    """Ranks that have not released NCCL yet, once they are about to be ended; None before that."""
     saving: RankSet = RankSet()
     """Ranks that were ordered to save, and have not saved yet."""
     searches: Mapping[int, Locating] = {}
@@ -328,7 +324,6 @@ class Trigger(enum.Enum):
     TICK = "time has passed"
     DRAINED = "all that ranks had sent has been received: no exit waits for last messages"
     HUB_LOST = "no message arrives any more"
-    RANKS_ENDING = "the agent is about to end ranks by a signal"
     MEMBERSHIP_CHANGING = "the agent is about to end every rank, and to start others after a rendezvous"
     AGENT_ENDED = "the agent has ended, and so have all ranks"
     INTERRUPT = "the user interrupts the job; the second time its ranks are ended"
@@ -389,9 +384,9 @@ class StacksRead(msgspec.Struct, frozen=True):
 
 
 class RanksStopped(msgspec.Struct, frozen=True):
-    """None of these ranks is still at work; None stands for those of this node."""
+    """None of these ranks is still at work."""
 
-    ranks: frozenset[int] | None = None
+    ranks: frozenset[int]
 
 
 class NodeLeaving(msgspec.Struct, frozen=True):
@@ -480,7 +475,6 @@ class Order(enum.Enum):
     REJOIN_NODES = "have the nodes repeat the rendezvous"
     REGROUP_NODES = "form the group again from the remaining ranks and those of new nodes"
     SKIP_GRACE = "kill ranks that are being ended"
-    END_RANKS = "no rank is inside NCCL any more: the agent may end them"
     KEEP_PAYLOAD = "remember that the whole payload is on every rank"
     LET_FINISH = "wait for released ranks as long as they work: each ends as a script does"
     FINISH_JOB = "end the job: its result can be made"
@@ -574,7 +568,7 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
         case ExitExplained(exited):
             machine.exit_explained(exited)
         case RanksStopped(ranks):
-            machine.ranks_stopped(ranks)
+            machine.send_leave(ranks)
         case NodeLeaving() | NodeArrived() | PrepareChanged() | Preemption():
             machine.of_nodes(event)
         case StacksRead(stacks):
@@ -634,8 +628,6 @@ class _Step:
                 self.fold_exits(NEVER)
             case Trigger.HUB_LOST:
                 self.act(Order.STOP_AGENT)
-            case Trigger.RANKS_ENDING:
-                self.ranks_ending()
             case Trigger.MEMBERSHIP_CHANGING:
                 self.change_membership()
             case Trigger.AGENT_ENDED:
@@ -686,8 +678,8 @@ class _Step:
 
     def received(self, message: FromRank) -> None:
         state = self.state
-        if (state.changing or state.holding is not None) and isinstance(message, Raised):
-            return  # the abort, or the membership change, is what made it fail
+        if state.changing and isinstance(message, Raised):
+            return  # the membership change is what made it fail
         if state.recovery.busy:
             self.set(recovery=state.recovery.patient(self.now, state.grace))
         match message:
@@ -705,8 +697,8 @@ class _Step:
                 self.located(message)
             case Recovered():
                 self.recovered(message)
-            case Aborted() | Finishing():
-                self.leaves(message)
+            case Finishing() if state.stage is Stage.LEAVING:
+                self.act(Order.LET_FINISH)
             case Preempting() | Preempted():
                 self.saves(message)
             case _:
@@ -739,12 +731,6 @@ class _Step:
             self.send(rank, replace(state.prepare, joins=True) if state.adopted else state.prepare)
         self.set(connected=state.connected.with_rank(rank))
         self.limit_process_group()
-
-    def leaves(self, message: Aborted | Finishing) -> None:
-        if isinstance(message, Aborted):
-            self.released_nccl(message.rank)
-        elif self.state.stage is Stage.LEAVING:
-            self.act(Order.LET_FINISH)
 
     def payload_arrived(self, rank: int) -> None:
         """Begin the job once its payload is whole on every rank; if one cannot load it, no rank keeps it."""
@@ -890,7 +876,6 @@ class _Step:
             recovery=self.state.recovery.abandoned(),
             replacing=False,
             changing=False,
-            holding=None,
             saving=RankSet(),
         )
         if message.number > 0 and self.state.kept:
@@ -1004,7 +989,7 @@ class _Step:
             return
         if state.recovery.busy or state.lost or state.regrouping:
             return  # these ranks are about to form a group
-        if not state.kept and (state.changing or state.holding is not None):
+        if not state.kept and state.changing:
             return  # these ranks are about to be ended: the job is for the next ones
         # A kept group's job goes with the ranks it was captured for: the next ones lack what these have.
         self.set_job(dispatched=True)
@@ -1411,28 +1396,6 @@ class _Step:
         """Whether a rank of a kept group has died between two jobs."""
         state, bad = self.state, not exited.expected and exited.exitcode != 0
         return bad and state.kept and not state.closed and exited.rank not in state.working_ranks
-
-    def ranks_ending(self) -> None:
-        """Have all ranks release NCCL before one is ended."""
-        state = self.state
-        if state.holding is not None:
-            return
-        alive = RankSet(rank.rank for rank in state.members.ranks.values() if rank.node)
-        self.set(holding=alive - state.remote - state.exited)
-        for rank in alive:
-            self.send(rank, Abort())
-        self.released_nccl()
-
-    def released_nccl(self, *ranks: int) -> None:
-        """Let the agent end the ranks once none of them is inside NCCL."""
-        if self.state.holding is not None:
-            self.set(holding=self.state.holding - set(ranks))
-            if not self.state.holding:
-                self.act(Order.END_RANKS)
-
-    def ranks_stopped(self, ranks: frozenset[int] | None) -> None:
-        here = self.state.members.ranks.keys() - self.state.remote
-        self.send_leave(here if ranks is None else ranks)
 
     def send_leave(self, ranks: Collection[int]) -> None:
         job = self.state.job

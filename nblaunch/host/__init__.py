@@ -2,8 +2,9 @@
 
 torchelastic's own `LocalElasticAgent` supervises the ranks. `RankAgent` subclasses it to report what happens
 and to bound every wait; when to restart and when to give up stays torch's decision. An agent runs on a thread
-of its own, since on the main thread it would install signal handlers. It reports to its owner by the calls of
-`AgentEvents`, on its thread; the owner calls `release`, `restart`, `stop` and others from any thread.
+of its own, since on the main thread it would install signal handlers; a `RankHost` is that thread, and takes
+the ranks' messages. To a worker group all its hosts are alike (`GroupHost`): it gives them orders, and they
+report by the calls of `HostEvents`, on the hub's thread.
 
     runtime, or node program            keeper: subreaper, no torch      fork server: torch loaded, no CUDA
       agent thread ── fork requests ─────────────────────────────────────> fork ──> rank, rank, ...
@@ -13,8 +14,8 @@ of its own, since on the main thread it would install signal handlers. It report
 A child of the keeper that is neither server nor runtime is killed when the agent orders it (`sweep`, at the
 end of each worker group), when the fork server is gone, and when the runtime or the kernel is gone, however
 it ended; in the last case the private directory goes too. A rank is a fork of the server, in a session of its
-own, and is killed when the server ends. On another machine the same parts are in a node program, and a relay
-stands between them and the group; over TCP it sends the new bytes of log files before a rank's next message.
+own, and is killed when the server ends. On another machine the same parts are in a node program. There the
+owner of a `RankHost` is a relay, which sends over TCP what it is told: first new bytes of log files.
 
     runtime                                           node (this machine, too, with `--here`)
       Listener <──── TCP, CURVE: FromNode, ToNode ────> NodeHost, a NodeRelay for each group
@@ -24,7 +25,7 @@ Invariants:
   * The kernel is never forked. Its signal handlers, environment and start method are left as they are.
   * A rank that ends without having been released has failed, whatever its exit code.
   * A rank is ended by SIGTERM and, after the grace period, SIGKILL. Every wait for a process has a limit.
-  * Before ranks on GPUs are killed, the owner has them abort NCCL (`ranks_ending`).
+  * Before ranks on GPUs are killed, the host has them abort NCCL (`ranks_ending`).
   * The fork server starts no thread, opens no CUDA context, and survives a fork that the system refuses.
   * Nothing listens but the rendezvous store and the listener; private files are in a directory of mode 0700.
   * `tests/unit/test_torch_names.py` lists torch's private names, and which release lacks which.
@@ -52,6 +53,7 @@ Modules, each after those that it imports:
     link               the runtime's socket for nodes, payloads in pieces, the sockets for pieces (TCP, CURVE)
     reach              which nodes reach each other, and why others do not
     code               the notebook's own modules on a node
+    ranks              `RankHost`: the ranks of one group on this machine; what a group says to any host
     relay              `NodeRelay`: between a node's ranks and the runtime
     join               the command, without torch: options, key, signals, exit status; has the program forked
     node_main          the node program, a fork of its fork server; `NodeHost`: its connection, and its relays

@@ -152,7 +152,7 @@ class RankAgent(LocalElasticAgent):
         """Skip what is left of the grace period."""
         self._grace_over.set()
 
-    def release(self, *, succeeded: bool, others: frozenset[int] = frozenset()) -> None:
+    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         """Let the ranks of this attempt end, and stop the `others`, which are still at work.
 
         From now on an exit code 0 is no failure; with `succeeded` no exit code is, since every value is

@@ -67,6 +67,7 @@ from nblaunch.protocol.messages import ProtocolError
 
 _ANSWER_SECONDS = 30.0
 _LOOK_MS = 50
+_OUTPUT_SECONDS = 0.05
 _LEAVE_SECONDS = 5.0
 _TRIAL_SECONDS = 2.0
 _LINGER_MS = 2000
@@ -256,6 +257,7 @@ class NodeHost:
         self._data: DataSocket | None = None
         self._relays: dict[str, NodeRelay] = {}
         self._code = NodeCode(runtime.directory.make("code-"), self._send, self._look)
+        self._next_look = 0.0
         self._finished = self._cut_off = False
         self._why = ""
         """Why this node ends before the runtime has finished with it."""
@@ -488,9 +490,15 @@ class NodeHost:
             self._data.close()
 
     def _flush(self) -> float:
-        for relay in list(self._relays.values()):
+        """Send what ranks have sent, and what they have printed; return in how many seconds to look again."""
+        now, relays = time.monotonic(), list(self._relays.values())
+        if now >= self._next_look:
+            self._next_look = now + _OUTPUT_SECONDS
+            for relay in relays:
+                relay.send_output()
+        for relay in relays:
             relay.flush()
-        return float("inf")
+        return self._next_look - now if relays else math.inf
 
     def _receive(self) -> None:
         for message, data in orders_of(self._socket):

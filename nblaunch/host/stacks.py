@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,6 +81,6 @@ class ExitReasons:
         if exited.expected or exited.reason:
             return exited
         dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
-        printed = read_end(stderr, _STDERR_BYTES) if stderr else ""
+        printed = read_end(stderr, _STDERR_BYTES) if stderr and exited.exitcode == -signal.SIGABRT else ""
         why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before, stderr=printed)
         return msgspec.structs.replace(exited, reason=why.reason, details=why.details)

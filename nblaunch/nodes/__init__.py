@@ -14,7 +14,7 @@ another group on it, and needs no new allocation. A node that is admitted and re
 At an endpoint a node finds the listener's address, and proves that it has the key before it gets its only
 `OpenGroup`. Its agent then takes part in the rendezvous, and reads the number of the attempt there.
 
-A worker group knows nodes only as `group.group.Peers`, and a remote agent as `group.group.Agent`.
+A worker group knows nodes only as a `host.ranks.GroupHost`.
 
 Invariants:
   * A node without the key, or with another protocol, Python or torch, is refused; the run goes on.

@@ -1,9 +1,9 @@
 """The nodes of a session, or of a run: an allocation, their connections, and the groups that they serve.
 
-If an engine places them, all agents of a group are on nodes. To the group, the fleet is both its `Peers` and
-its `Agent`; the director decides which nodes meet, and when. The nodes that join a run at an endpoint are its
-`Peers` alone: torch's rendezvous decides, in which the group's own agent takes part. The hub's thread does
-everything, except `connect`, `close` and the orders of a group's agent, which any thread may call.
+To a group, its nodes are a host. If an engine places them, all agents of the group are there; the director
+decides which nodes meet, and when. Where nodes join a run at an endpoint, the group has a host of this
+machine beside them, whose agent takes part in torch's rendezvous. The hub's thread does everything, except
+`connect`, `close` and the orders that any thread may give to a `GroupHost`.
 
     connect    opens the listener, and the group's store
     start      of the first group: asks the engine, whose node programs connect
@@ -25,6 +25,7 @@ import platform
 import re
 import secrets
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -40,12 +41,13 @@ from nblaunch._devices import VARIABLES
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
-from nblaunch.group.group import Agent, Connected, Peers, WorkerGroup
+from nblaunch.group.group import WorkerGroup
 from nblaunch.host import wire
 from nblaunch.host.code import JobCode
 from nblaunch.host.hub import Hub
 from nblaunch.host.join import HERE, HERE_PLACE
 from nblaunch.host.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
+from nblaunch.host.ranks import GroupHost, RankHost
 from nblaunch.host.reach import ReachCheck
 from nblaunch.host.rendezvous import host_store
 from nblaunch.host.settings import AgentSettings
@@ -183,8 +185,8 @@ class NodeFleet:
 
     # --- on any thread -----------------------------------------------------------------------------
 
-    def connect(self, hub: Hub, settings: AgentSettings, events: WorkerGroup, directory: Path) -> Connected:
-        """Connect a group to its peers, and to its agent. The first group that starts asks the engine.
+    def connect(self, settings: AgentSettings, events: WorkerGroup, directory: Path) -> NodeGroup:
+        """Return a group's side of these nodes. The first group that starts asks the engine.
 
         Raises `LaunchError` if this machine has no such address, or if the nodes have been given back, and
         `OptionError` for a wildcard.
@@ -193,20 +195,24 @@ class NodeFleet:
             if self._closed:
                 msg = "the nodes of this session have been given back. Start another one."
                 raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
-            listener = self._listener or self._listen(hub)
+            self._listener = self._listener or self._listen()
         if self.conf.directed:
-            directed = FleetGroup(self, settings, events, directory, self._address)
-            return Connected(settings, directed, directed)
-        assert settings.rdzv is not None  # noqa: S101 - it has an endpoint
-        settings = replace(settings, rdzv=replace(settings.rdzv, listener=listener.address))
+            return FleetGroup(self, settings, events, directory, self._address)
         joined = NodeGroup(self, settings, events, directory, self._address)
-        hub.call(lambda: self._add(joined))
-        return Connected(settings, joined)
+        self.hub.call(lambda: self._add(joined))
+        return joined
 
-    def _listen(self, hub: Hub) -> Listener:
+    @property
+    def endpoint(self) -> str:
+        """Where nodes connect, once there is a group."""
+        assert self._listener is not None  # noqa: S101 - as said
+        return self._listener.address
+
+    def _listen(self) -> Listener:
+        hub = self.hub
         given = self.conf.options.local_addr
         self._address = address_of(given) if given else self.engine.address(self.wish)
-        self._listener = listener = Listener(
+        listener = Listener(
             hub,
             self._address,
             self._key,
@@ -267,8 +273,7 @@ class NodeFleet:
         )
 
     def _program(self, *, here: bool) -> NodeProgram:
-        assert self._listener is not None  # noqa: S101 - it listens since the first group was connected
-        endpoint = self._listener.address.removeprefix("tcp://")
+        endpoint = self.endpoint.removeprefix("tcp://")
         options = self.conf.options
         ports = () if options.ports is None else ("--ports", options.ports)
         words = ("-m", "nblaunch", "join", endpoint, "-n", str(options.nproc_per_node), *ports, "--key-stdin")
@@ -696,8 +701,14 @@ def _here() -> wire.Inventory:
     )
 
 
-class NodeGroup(Peers):
-    """A group's side of a fleet: its peers. At an endpoint, torch's rendezvous decides who takes part."""
+class NodeGroup(GroupHost):
+    """A group's side of a fleet. At an endpoint, torch's rendezvous decides who takes part.
+
+    There the group's first agent is on this machine, and nodes follow it.
+    """
+
+    own: RankHost
+    """This machine's, at an endpoint."""
 
     def __init__(
         self, fleet: NodeFleet, settings: AgentSettings, events: WorkerGroup, directory: Path, address: str
@@ -725,7 +736,12 @@ class NodeGroup(Peers):
         """How long its ranks have after an interrupt, in seconds."""
         return self._settings.options.grace
 
-    # --- the peers: on the hub's thread --------------------------------------------------------------
+    @property
+    def log_directory(self) -> Path:
+        """Where this machine keeps the logs of the present attempt."""
+        return self.own.log_directory
+
+    # --- orders, on the hub's thread --------------------------------------------------------------
 
     def begin_attempt(self) -> None:
         """Forget the ranks of the attempt before."""
@@ -755,7 +771,7 @@ class NodeGroup(Peers):
         attempt, ranks = self.events.attempt, tuple(sorted(others))
         self._send_all(wire.Release(group=self.name, attempt=attempt, succeeded=succeeded, others=ranks))
 
-    def rejoin(self) -> None:
+    def follow(self) -> None:
         """Have all nodes end their ranks, and repeat the rendezvous."""
         self._send_all(wire.Restart(group=self.name, attempt=self.events.attempt))
 
@@ -767,13 +783,10 @@ class NodeGroup(Peers):
         """Have the nodes measure their ranks, or stop that."""
         self._send_all(wire.MeasureRanks(group=self.name, wanted=wanted))
 
-    def dump_stacks(self, ranks: frozenset[int]) -> None:
+    def read_stacks(self, ranks: frozenset[int]) -> None:
         """Have the nodes dump the stacks of these ranks, which do not answer."""
         for name, (_, theirs) in self._ranks.by_node(ranks).items():
             self._send_to(name, wire.DumpStacks(group=self.name, ranks=theirs))
-
-    def tick(self, now: float) -> None:
-        """Do nothing: the fleet does what is due."""
 
     def close(self, *, succeeded: bool) -> None:
         """Forget all state: the group has ended, and with it the nodes of an endpoint."""
@@ -914,7 +927,7 @@ class NodeGroup(Peers):
             case wire.NodeEnded(error=error):
                 self._node_ended(node, error)
             case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
-                self.events.dumped(rank, text)
+                self.events.stacks_read({rank: text})
             case _ if isinstance(message, wire.OfAttempt) and message.attempt == self.events.attempt:
                 self.of_attempt(member, message, data)
             case _:
@@ -936,7 +949,7 @@ class NodeGroup(Peers):
         """Handle a message of the current attempt."""
         match message:
             case wire.Workers(workers=workers):
-                self._ranks.started(member, workers)
+                self._ranks.started(member, workers, self.log_directory)
             case wire.RankMessages(data=encoded):
                 for each in encoded:
                     self._ranks.sent(member, each)
@@ -948,8 +961,8 @@ class NodeGroup(Peers):
                 self.events.measured(usages)
 
 
-class FleetGroup(NodeGroup, Agent):
-    """A group's side of a fleet whose nodes the director has meet: its peers, and its agent."""
+class FleetGroup(NodeGroup):
+    """A group's side of a fleet whose nodes the director has meet; all of its agents are on nodes."""
 
     def __init__(
         self, fleet: NodeFleet, settings: AgentSettings, events: WorkerGroup, directory: Path, address: str
@@ -959,6 +972,10 @@ class FleetGroup(NodeGroup, Agent):
         The ranks' store is at `address`.
         """
         super().__init__(fleet, settings, events, directory, address)
+        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        # torchelastic's layout: attempts below it, ranks below those.
+        self._logs = Path(tempfile.mkdtemp(prefix=f"{settings.run_id}_", dir=settings.log_dir))
+        self._attempt_logs = self._logs
         store = host_store(address, port_range(fleet.conf.options.ports))
         self._store: dist.TCPStore | None = store
         conf, kept = fleet.conf, events.keep
@@ -986,7 +1003,12 @@ class FleetGroup(NodeGroup, Agent):
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
-    # --- the agent: on any thread ------------------------------------------------------------------
+    @property
+    def log_directory(self) -> Path:
+        """Where this machine keeps the logs of the present attempt."""
+        return self._attempt_logs
+
+    # --- orders, on any thread ---------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin."""
@@ -1016,9 +1038,6 @@ class FleetGroup(NodeGroup, Agent):
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         """Expect the exits of the ranks, and stop the `others`."""
         self._ordered(lambda: director.ReleaseOrdered(self.events.attempt, succeeded, others))
-
-    def let_finish(self) -> None:
-        """Do nothing: each node waits for its own ranks."""
 
     def adopt(self, settings: AgentSettings) -> None:
         """Use these settings from now on."""
@@ -1051,7 +1070,7 @@ class FleetGroup(NodeGroup, Agent):
 
         self._fleet.hub.run(end, 0)
 
-    # --- the peers: on the hub's thread --------------------------------------------------------------
+    # --- orders, on the hub's thread -----------------------------------------------------------------
 
     def begin_attempt(self) -> None:
         """Forget the ranks of the attempt before."""
@@ -1136,7 +1155,7 @@ class FleetGroup(NodeGroup, Agent):
             case director.BeginAttempt():
                 self._begin(action)
             case director.AllStarted(number, world_size):
-                self.events.attempt_started(number, world_size, tuple(self._ranks.workers))
+                self.events.attempt_started(number, world_size, ())
             case director.NodeOrder(node, message):
                 self._send_to(node, message)
             case director.AskForNodes(count):
@@ -1158,10 +1177,15 @@ class FleetGroup(NodeGroup, Agent):
         if self._fleet.signalled_node not in attempt.nodes:
             self._fleet.signalled = ""  # that node has gone; what ends from now on was not signalled
         if attempt.kept is None:
+            self._attempt_logs = self._logs / f"attempt_{attempt.number}"
             self.events.placed(*self._placement())
         else:
             self._renumber(attempt.kept)
-        self.events.attempt_starting(attempt.number, attempt.world_size, attempt.reason, attempt.kept)
+        # Only now is the backend known, unless ranks go on.
+        backend = self.events.backend
+        self.events.attempt_starting(
+            attempt.number, attempt.world_size, attempt.reason, backend=backend, kept=attempt.kept
+        )
         self._forget_timeout()
 
     def _renumber(self, kept: Mapping[int, int]) -> None:

@@ -884,6 +884,16 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Whether it changes nothing of what the notebook knows of the rank."""
     insight: Insight = Insight()
 
+    @property
+    def titles(self) -> dict[str, str]:
+        """The titles of the files that its code was compiled under, as the user knows them."""
+        titles = {filename: title for filename, (title, _) in self.sources.items()}
+        if isinstance(self.job, CellJob):
+            titles[self.job.filename] = self.job.title
+        elif isinstance(self.job, ScriptJob) and self.job.file:
+            titles[self.job.file] = self.job.title
+        return titles
+
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
     """The payload has arrived on every rank: keep it, and begin."""

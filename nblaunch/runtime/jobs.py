@@ -26,7 +26,6 @@ from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.host.hub import Hub
-from nblaunch.host.usage import SeenGpus
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
     ClientRecord,
@@ -106,8 +105,7 @@ class RunningJob:
         """Called once no result refers to it."""
         self._began = time.monotonic()
         self._brought = ExitStack()
-        self._prepare: Prepare | None = None
-        self._measuring: ExitStack | None = None
+        self._measured_by: WorkerGroup | None = None
         self._interrupted = False
         """Whether that was before it began."""
         self.job = self._made(order, directory, tenure)
@@ -157,7 +155,7 @@ class RunningJob:
 
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
         """Give the job to a group, unless it was interrupted before."""
-        self.group, self._prepare, self._hub = group, prepare, hub
+        self.group, self._hub = group, hub
         if self._interrupted:
             self._give_up()
             if not group.keep:
@@ -185,24 +183,22 @@ class RunningJob:
 
     def tick(self, now: float) -> None:
         """Measure a job that takes a while; `now` is monotonic."""
-        if self._measuring is None and self.order.usage and now - self._began >= _YOUNG_SECONDS:
+        if self._measured_by is None and self.order.usage and now - self._began >= _YOUNG_SECONDS:
             self._measure()
         if self._file is not None and self._file_due is not None and now >= self._file_due:
             self._file_is_whole(f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
 
     def _measure(self) -> None:
         group, job = self.group, self.job
-        if group is None or self._prepare is None or job.ended.is_set():
+        if group is None or job.ended.is_set():
             return
-        seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
-        measuring = ExitStack()
         with contextlib.suppress(RuntimeError):  # the system refuses a thread: the next tick asks again
-            measuring.enter_context(group.measuring(lambda: job.state, seen, wanted=True))
-            self._measuring = measuring
+            group.measure(wanted=True)
+            self._measured_by = group
 
     def _job_ended(self) -> None:
-        if self._measuring is not None:
-            self._measuring.close()
+        if self._measured_by is not None:
+            self._measured_by.measure(wanted=False)
         if self._file is None:
             self._end()
         else:

@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,15 +14,15 @@ from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.group.group import Connected, ConnectPeers, WorkerGroup
+from nblaunch.group.group import MakeHosts, WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
 from nblaunch.host import descriptors, rendezvous
 from nblaunch.host.forkserver import Server
-from nblaunch.host.hub import Hub
 from nblaunch.host.key import KEY_FILE, join_command, read_or_make_key
 from nblaunch.host.process_options import process_settings
+from nblaunch.host.ranks import GroupHost, RankHost
 from nblaunch.host.settings import DIRECTED, AgentSettings, RendezvousConfig
 from nblaunch.nodes.byhand import JoinEngine
 from nblaunch.nodes.engine import Wish, engine_of, nodes_of, wish_of
@@ -181,8 +181,8 @@ class FreshRanks:
             made = self._on_nodes(settings, order)
         else:
             descriptors.make_room(settings.nproc)
-            peers = _peers(local, options, prepare, request.join_key, self.remark)
-            made = new_group(local, settings, peers, options.log_dir)
+            hosts = _hosts(local, options, prepare, request.join_key, self.remark)
+            made = new_group(local, settings, hosts, options.log_dir)
         local.will_leave(made.group)
         return made
 
@@ -236,8 +236,8 @@ def session_ranks(
     restarts = options.max_restarts or _UNLIMITED
     settings = replace(settings, options=replace(options, max_restarts=restarts))
     # Nobody joins, and nothing is to be remarked.
-    peers = _peers(local, options, prepare, "", lambda _: None)
-    return KeptRanks(new_group(local, settings, peers, options.log_dir, keep=True), there)
+    hosts = _hosts(local, options, prepare, "", lambda _: None)
+    return KeptRanks(new_group(local, settings, hosts, options.log_dir, keep=True), there)
 
 
 def _wait_for_gpus(local: LocalRuntime, placement: Placement) -> None:
@@ -286,26 +286,26 @@ def _directed(options: LaunchOptions, environ: Mapping[str, str]) -> RendezvousC
     )
 
 
-def _peers(
+def _hosts(
     local: LocalRuntime,
     options: LaunchOptions,
     prepare: Prepare,
     join_key: str,
     remark: Callable[[str], None],
-) -> ConnectPeers:
-    """Return what connects the nodes of an endpoint to a group, by the caller's key or that in its file."""
+) -> MakeHosts:
+    """Return what makes a group's host, and its nodes at an endpoint, by the caller's key or its file's."""
     file = decoded(prepare.environ).get(KEY_FILE, "")
     named = os.path.join(os.fsdecode(prepare.cwd), file) if file else ""  # noqa: PTH118 - as written
     keys = {JOIN_KEY: join_key, KEY_FILE: named}
 
-    def connect(hub: Hub, settings: AgentSettings, group: WorkerGroup, directory: Path) -> Connected:
-        if settings.rdzv is None:
-            return Connected(settings)
+    def make(group: WorkerGroup, directory: Path) -> Sequence[GroupHost]:
+        settings, rdzv = group.settings, group.settings.rdzv
+        if rdzv is None:
+            return (RankHost(local, settings, group, directory, keep=group.keep),)
         key, made = read_or_make_key(keys, local.directory.root)
-        rdzv = replace(settings.rdzv, key=key)
-        settings = replace(settings, rdzv=rdzv)
+        rdzv = replace(rdzv, key=key)
         if rdzv.most == 1:
-            return Connected(settings)
+            return (RankHost(local, replace(settings, rdzv=rdzv), group, directory, keep=group.keep),)
         if made:
             remark(join_command(settings, rdzv, made))
         conf = FleetSettings(
@@ -316,7 +316,7 @@ def _peers(
         )
         wish = Wish(least=0, most=0, nproc=0, name=settings.run_id, environ={}, cwd="", python="")
         fleet = NodeFleet(
-            hub,
+            local.hub,
             JoinEngine,
             wish,
             directory=directory,
@@ -325,15 +325,23 @@ def _peers(
             conf=conf,
             key=key,
         )
-        return fleet.connect(hub, settings, group, directory)
+        settings = replace(settings, rdzv=rdzv)
+        nodes = fleet.connect(settings, group, directory)
+        settings = replace(settings, rdzv=replace(rdzv, listener=fleet.endpoint))
+        try:
+            nodes.own = RankHost(local, settings, group, directory, keep=group.keep)
+        except BaseException:
+            local.hub.call(lambda: nodes.close(succeeded=False))
+            raise
+        return nodes, nodes.own
 
-    return connect
+    return make
 
 
 def new_group(
     local: LocalRuntime,
     settings: AgentSettings,
-    peers: ConnectPeers,
+    hosts: MakeHosts,
     log_dir: str | None = None,
     *,
     keep: bool = False,
@@ -344,7 +352,7 @@ def new_group(
     directory = private or Path(log_dir or "")
     settings = replace(settings, run_id=run_id, log_dir=directory, private_logs=private is not None)
     try:
-        group = WorkerGroup(local.hub, local.server, settings, peers, keep=keep)
+        group = WorkerGroup(local, settings, hosts, keep=keep)
     except BaseException:
         if private is not None:
             remove_tree(private)
@@ -364,7 +372,13 @@ def _group_on(  # noqa: PLR0913 - a group, and what it is on
 ) -> GroupAndLogs:
     """Make a group on these nodes, which it leaves once its last rank is gone."""
     try:
-        made = new_group(local, settings, nodes.fleet.connect, log_dir, keep=keep)
+        made = new_group(
+            local,
+            settings,
+            lambda group, directory: (nodes.fleet.connect(group.settings, group, directory),),
+            log_dir,
+            keep=keep,
+        )
     except BaseException:
         leave()
         raise
@@ -378,7 +392,11 @@ def _ahead(local: LocalRuntime, shape: AgentSettings) -> GroupAndLogs:
     """Start a standby group."""
     descriptors.make_room(shape.nproc)
     local.server.ensure_running()
-    made = new_group(local, shape, lambda _hub, settings, _group, _directory: Connected(settings))
+    made = new_group(
+        local,
+        shape,
+        lambda group, directory: (RankHost(local, group.settings, group, directory, keep=False),),
+    )
     made.group.start()
     return made
 

@@ -72,8 +72,8 @@ class Scene:
         placement = Placement(1, "gloo", "cpu", 0)
         prepare = msgspec.structs.replace(prepare_of(options), backend="gloo")
         settings = launch.settings_of(options, placement, {}, Caller(), self.local)
-        peers = launch._peers(self.local, options, prepare, KEY, lambda _: None)
-        self.group: WorkerGroup = launch.new_group(self.local, settings, peers).group
+        hosts = launch._hosts(self.local, options, prepare, KEY, lambda _: None)
+        self.group: WorkerGroup = launch.new_group(self.local, settings, hosts).group
         self._follow(self.group)
         with shared_memory.put(pickling.dumps({}), Path) as sent:
             cell = CellJob(CELL, "cell-1", "Cell In[1]", keeps_value=True)
@@ -145,7 +145,7 @@ def _told(event: Any) -> str:
             return f"exited{lost}, {'' if exited.expected else 'not '}expected"
         case lifecycle.NodeLeaving(asked=asked, enough=enough, ranks=ranks):
             return f"leaves asked={asked} enough={enough} with {len(ranks)}"
-        case Trigger.MEMBERSHIP_CHANGING | Trigger.AGENT_ENDED | Trigger.RANKS_ENDING:
+        case Trigger.MEMBERSHIP_CHANGING | Trigger.AGENT_ENDED:
             return str(event.name)
         case _:
             return ""

@@ -251,8 +251,8 @@ def test_a_kernel_loads_no_zmq_of_ours_and_torch_only_for_values_that_are_torchs
     assert all(each.lazy for each in torch)
 
 
-GIVES_PEERS = {"nblaunch.runtime.launch"}
-"""What starts worker groups hands each of them the function that connects its peers."""
+MAKES_HOSTS = {"nblaunch.runtime.launch"}
+"""What starts worker groups hands each of them the function that makes its hosts."""
 
 ASKS_FOR_NODES = {"nblaunch.runtime.place"}
 """What judges a request before anything is started."""
@@ -261,13 +261,13 @@ KEEPS_NODES = {"nblaunch.runtime.requests", "nblaunch.runtime.sessions"}
 """What may have nodes that outlive a group: a session's, and those that the doctor asks for."""
 
 
-def test_a_worker_group_knows_other_nodes_only_as_its_peers():
+def test_a_worker_group_knows_its_ranks_only_as_those_of_hosts():
     importers = {each.importer for each in OURS if each.imported.startswith("nblaunch.nodes")}
     others = {each for each in importers if layer_of(each) != "nodes"} - KEEPS_NODES
-    assert others == GIVES_PEERS | ASKS_FOR_NODES
-    group = ast.parse((PACKAGE / "group" / "group.py").read_text())
-    (peers,) = [each for each in group.body if isinstance(each, ast.ClassDef) and each.name == "Peers"]
-    assert [ast.unparse(base) for base in peers.bases] == ["Protocol"]
+    assert others == MAKES_HOSTS | ASKS_FOR_NODES
+    of_group = {each.imported for each in OURS if each.importer == "nblaunch.group.group"}
+    of_hosts = {each for each in of_group if each.startswith("nblaunch.host")}
+    assert of_hosts == {"nblaunch.host.local", "nblaunch.host.ranks", "nblaunch.host.settings"}
 
 
 def test_a_worker_group_does_not_know_whether_a_notebook_runs_it():

@@ -15,7 +15,6 @@ from nblaunch.group import lifecycle as life
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Stage, Trigger, step
 from nblaunch.group.recovery import Send
 from nblaunch.protocol.messages import (
-    Abort,
     Aborted,
     Arrived,
     AttemptStarted,
@@ -350,7 +349,9 @@ def test_after_a_failure_the_others_have_a_moment_to_say_what_happened_to_them()
     group.feed(raised(0))
     actions = group.after(0.06)
     assert actions == [life.ReleaseWorkers(succeeded=False, others=frozenset({2}))]
-    assert sent(group.feed(life.RanksStopped()), Leave) == [0, 1], "only once nobody is at work"
+    assert sent(group.feed(life.RanksStopped(frozenset(range(3)))), Leave) == [0, 1], (
+        "only once nobody is at work"
+    )
     assert finished(group.feed(Trigger.AGENT_ENDED))
 
 
@@ -361,7 +362,7 @@ def test_a_rank_that_has_failed_is_waited_for_as_long_as_it_works_or_until_an_in
     assert Order.LET_FINISH not in group.feed(saves), "it has not failed yet: its job goes on"
     group.feed(raised(0))
     group.after(0.2)
-    group.feed(life.RanksStopped())
+    group.feed(life.RanksStopped(frozenset(range(3))))
     assert Order.LET_FINISH in group.feed(saves)
     assert not finished(group.after(100))
     assert Order.STOP_AGENT in group.interrupt()
@@ -884,17 +885,6 @@ def test_ranks_that_are_not_ready_wait_for_a_node_in_place_of_one_that_was_lost(
     assert group.stage() is Stage.RUNNING
 
 
-def test_all_ranks_let_go_of_nccl_before_one_is_killed():
-    group = Group().start(prepare=ON_GPUS)
-    actions = group.feed(Trigger.RANKS_ENDING)
-    assert sent(actions, Abort) == [0, 1]
-    assert Order.END_RANKS not in actions
-    group.feed(raised(0, "torch.distributed.DistBackendError", "aborted"))
-    assert group.states()[0] is State.RUNNING, "it is the abort that it has stumbled over"
-    assert group.feed(Trigger.RANKS_ENDING, Aborted(rank=0)) == []
-    assert group.feed(Aborted(rank=1)) == [Order.END_RANKS]
-
-
 # --- nodes that are taken back ---------------------------------------------------------------------
 
 NEAR = life.Preemption("the limit is near", 100.0)
@@ -1060,8 +1050,7 @@ EVENTS = st.one_of(
     st.sampled_from(
         [
             Trigger.DRAINED,
-            Trigger.RANKS_ENDING,
-            life.RanksStopped(),
+            life.RanksStopped(frozenset({0})),
             Trigger.MEMBERSHIP_CHANGING,
             Trigger.HUB_LOST,
             life.Observed(Noticed(text="a notice")),

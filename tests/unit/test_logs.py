@@ -163,7 +163,8 @@ class Logs:
             self.files.append(directory)
         places = [(str(each / "stdout"), str(each / "stderr")) for each in self.files]
         workers = [Worker(rank, rank, 0, *place) for rank, place in enumerate(places)]
-        self.logs.begin(self.attempt, tuple(workers))
+        self.logs.begin(self.attempt)
+        self.logs.extend(tuple(workers))
 
     def job(self, mebibytes: int):
         files = self.logs.begin_job(self.attempt)
