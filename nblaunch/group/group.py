@@ -75,7 +75,6 @@ _OF_HOSTS = {
     Order.REJOIN_NODES: methodcaller("rejoin"),
     Order.REGROUP_NODES: methodcaller("regroup"),
     Order.SKIP_GRACE: methodcaller("skip_grace"),
-    Order.LET_FINISH: methodcaller("let_finish"),
 }
 
 
@@ -381,18 +380,17 @@ class WorkerGroup:
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Follow the processes of this machine, if it has some, and expect all ranks to connect."""
-        self._logs.extend(workers)
         self._forked(number, world_size, workers)
 
     def node_started(self, workers: tuple[Worker, ...]) -> None:
         """Follow a node's processes and their log files."""
-        # Brief: thousands of files must not stay open.
-        self._logs.extend(workers, brief=True)
         self._forked(self.attempt, self.state.world_size, workers, remote=True)
 
     def _forked(
         self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
     ) -> None:
+        # Brief: thousands of files must not stay open.
+        self._logs.extend(workers, brief=remote)
         pids = {worker.rank: worker.pid for worker in workers}
         message = AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
         self._feed(lifecycle.WorkersForked(message, frozenset(pids), remote))

@@ -79,7 +79,6 @@ from nblaunch.protocol.messages import (
     EngineSaid,
     Entered,
     Exited,
-    Finishing,
     FromRank,
     GivenTo,
     Hello,
@@ -476,7 +475,6 @@ class Order(enum.Enum):
     REGROUP_NODES = "form the group again from the remaining ranks and those of new nodes"
     SKIP_GRACE = "kill ranks that are being ended"
     KEEP_PAYLOAD = "remember that the whole payload is on every rank"
-    LET_FINISH = "wait for released ranks as long as they work: each ends as a script does"
     FINISH_JOB = "end the job: its result can be made"
     FORGET_VALUES = "release the values of this attempt: the next one begins the job again"
 
@@ -697,8 +695,6 @@ class _Step:
                 self.located(message)
             case Recovered():
                 self.recovered(message)
-            case Finishing() if state.stage is Stage.LEAVING:
-                self.act(Order.LET_FINISH)
             case Preempting() | Preempted():
                 self.saves(message)
             case _:

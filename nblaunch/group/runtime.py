@@ -91,5 +91,5 @@ class LocalRuntime(LocalHost):
 
 def _leaves_by_itself(group: WorkerGroup) -> bool:
     """Whether these fresh ranks have done their job: they exit, at the latest with the fork server."""
-    alone = group.settings.rdzv is None and not group.keep
+    alone = not (group.settings.nodes or group.keep)
     return alone and group.job is not None and group.job.ended.is_set()

@@ -38,6 +38,7 @@ Modules, each after those that it imports:
     placement          ranks, devices and backend for this machine; what it cannot do, by name
     preload            the fork server's own loop, and what its forks are given to call, by name
     settings           what an agent needs to know, and what it reports
+    wire               between the runtime and a node: the structs, and their encoding
     process_options    from options and environment to how processes start; what cannot be done, by name
     keeper             the keeper's own program
     rendezvous         from options to torch's rendezvous: configuration, stores, handlers
@@ -48,7 +49,6 @@ Modules, each after those that it imports:
     stacks             the stacks of ranks that do not answer, or have died
     usage              CPU, memory and GPU of ranks, measured on a thread
     local              `LocalHost`: directory, fork server and hub of a process
-    wire               between the runtime and a node: the structs, and their encoding
     key                who may join: the run's key, and the command
     link               the runtime's socket for nodes, payloads in pieces, the sockets for pieces (TCP, CURVE)
     reach              which nodes reach each other, and why others do not

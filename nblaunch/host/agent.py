@@ -32,10 +32,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from nblaunch._errors import NblaunchError
 from nblaunch._waker import Waker
 from nblaunch.host import descriptors, forkserver, preload, rendezvous
-from nblaunch.host.directed import DirectedRendezvous, DirectedRound
+from nblaunch.host.directed import DirectedRendezvous
 from nblaunch.host.forkserver import Server
 from nblaunch.host.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog, line_prefixes
 from nblaunch.host.settings import AgentEvents, AgentSettings, Worker
+from nblaunch.host.wire import Meet
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_BARRIER_SECONDS = 5.0
@@ -133,7 +134,7 @@ class RankAgent(LocalElasticAgent):
         self._rejoin.set()
         self._waker.wake()
 
-    def meet(self, directed: DirectedRound) -> None:
+    def meet(self, directed: Meet) -> None:
         """Complete the rendezvous for which the agent waits."""
         if self._directed is not None:
             self._directed.meet(directed)

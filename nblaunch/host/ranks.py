@@ -31,6 +31,7 @@ from nblaunch.protocol.messages import (
     Dispatch,
     Entered,
     Exited,
+    Finishing,
     FromRank,
     Hello,
     Measured,
@@ -71,9 +72,6 @@ class GroupHost:
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         """Expect the exits of the ranks, and stop the `others`."""
-
-    def let_finish(self) -> None:
-        """Wait for released ranks as long as they work."""
 
     def skip_grace(self) -> None:
         """Skip the rest of the grace period."""
@@ -314,6 +312,8 @@ class RankHost(AgentThread, GroupHost):
                 self.ranks[rank] = replace(self.ranks[rank], device=device)
             case Aborted(rank=rank):
                 self._released(rank)
+            case Finishing():
+                self.let_finish()
             case Raised() if self._ending:
                 return  # the rank failed because of the abort
             case _:

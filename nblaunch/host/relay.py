@@ -26,10 +26,9 @@ from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.host import wire
 from nblaunch.host.code import NodeCode
-from nblaunch.host.directed import DirectedRound
 from nblaunch.host.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
 from nblaunch.host.local import LocalHost
-from nblaunch.host.logs import MOST_BYTES, free
+from nblaunch.host.logs import MOST_BYTES, LogFile
 from nblaunch.host.ranks import RankHost
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.protocol.client import Event, Placement
@@ -38,7 +37,6 @@ from nblaunch.protocol.messages import (
     Dispatch,
     Exited,
     FailureRecord,
-    Finishing,
     FromRank,
     Hello,
     Interrupt,
@@ -61,7 +59,6 @@ from nblaunch.protocol.messages import (
     encode,
 )
 
-_LOG_BYTES = 1 << 20
 _END_SECONDS = 5.0
 _GONE = "  its process has ended"
 # An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
@@ -106,7 +103,7 @@ class NodeRelay:
         self._directory = local.directory.make("group-")
         self._log_directory, self._private_logs = settings.log_dir, settings.private_logs
         self._outgoing, self._incoming = OutgoingTransfer(), IncomingTransfer(self._directory)
-        self._logs: dict[int, list[_Log]] = {}
+        self._logs: dict[int, dict[Stream, LogFile]] = {}
         self._waits: list[bytes] = []
         """Messages of ranks to send with the hub's next turn, or before any other message."""
         self._clear()
@@ -177,7 +174,7 @@ class NodeRelay:
                 # Set now, not at the fork: the notebook may order the next restart at once.
                 self._begin()
                 host.begin(message.attempt)
-                host.meet(_round_of(message))
+                host.meet(message)
             case wire.AdoptRanks() if message.attempt == attempt:
                 self._go_on_as(message)
             case wire.ForRanks(ranks=ranks, data=encoded) if message.attempt == attempt:
@@ -333,13 +330,8 @@ class NodeRelay:
 
     def receive(self, message: FromRank, data: bytes) -> None:
         """Send a rank's message on, after the output that came before it."""
-        match message:
-            case Preempted(rank=rank):
-                self._has_saved(rank)
-            case Finishing():
-                self._host.let_finish()
-            case _:
-                pass
+        if isinstance(message, Preempted):
+            self._has_saved(message.rank)
         if self._started:
             self._pass_on(message, data)
         else:
@@ -386,10 +378,13 @@ class NodeRelay:
         self.stop(f"the ranks' socket broke: {error}")
 
     def _send_logs(self, rank: int) -> None:
-        for log in self._logs.get(rank, ()):
-            for data in log.unread():
-                wrote = wire.Wrote(group=self.name, attempt=self._host.attempt, rank=rank, stream=log.stream)
-                self._send(wrote, data)
+        for stream, log in self._logs.get(rank, {}).items():
+            for data in log.unread(log.size()):
+                self._send(
+                    wire.Wrote(group=self.name, attempt=self._host.attempt, rank=rank, stream=stream), data
+                )
+            if self._private_logs:
+                log.free(log.position - MOST_BYTES)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
         """End an attempt of torch's rendezvous; the next begins."""
@@ -407,10 +402,7 @@ class NodeRelay:
         records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
         self._send(wire.Workers(group=self.name, attempt=number, workers=records))
         self._logs = {
-            each.rank: [
-                _Log(Stream.STDOUT, each.stdout, bounded=self._private_logs),
-                _Log(Stream.STDERR, each.stderr, bounded=self._private_logs),
-            ]
+            each.rank: {Stream.STDOUT: LogFile(each.stdout), Stream.STDERR: LogFile(each.stderr)}
             for each in workers
         }
         self._started = True
@@ -421,16 +413,7 @@ class NodeRelay:
     def rank_gone(self, exited: Exited) -> None:
         """Report the exit, after all that the rank has printed."""
         self._send_logs(exited.rank)
-        gone = wire.Gone(
-            group=self.name,
-            attempt=self._host.attempt,
-            rank=exited.rank,
-            exitcode=exited.exitcode,
-            expected=exited.expected,
-            reason=exited.reason,
-            details=exited.details,
-        )
-        self._send(gone)
+        self._send(wire.Gone(group=self.name, attempt=self._host.attempt, exited=exited))
         self._has_saved(exited.rank)
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:  # noqa: ARG002 - the notebook knows them
@@ -468,7 +451,7 @@ class NodeRelay:
     def _close_logs(self) -> None:
         for rank, logs in self._logs.items():
             self._send_logs(rank)
-            for log in logs:
+            for log in logs.values():
                 log.close()
         self._logs = {}
 
@@ -477,18 +460,6 @@ def _waits_for(held: deque[ToRank], ticket: Payload) -> bool:
     """Whether the first of these messages is a job with this payload."""
     first = held[0] if held else None
     return isinstance(first, Dispatch) and first.payload == ticket
-
-
-def _round_of(meet: wire.Meet) -> DirectedRound:
-    return DirectedRound(
-        attempt=meet.attempt,
-        node_rank=meet.node_rank,
-        node_count=meet.node_count,
-        base_rank=meet.base_rank,
-        world_size=meet.world_size,
-        store=meet.store,
-        reason=meet.reason,
-    )
 
 
 def send_to_notebook(
@@ -508,26 +479,6 @@ def orders_of(socket: zmq.Socket[bytes]) -> Iterator[tuple[wire.ToNode, memoryvi
             wire.decode_to_node(frames[0].bytes),
             frames[1].buffer if len(frames) > 1 else memoryview(b""),
         )
-
-
-class _Log:
-    """A growing log file, sent up to `_position`."""
-
-    def __init__(self, stream: Stream, path: str, *, bounded: bool) -> None:
-        self.stream = stream
-        self._path, self._bounded, self._freed = path, bounded, 0
-        self._fd = os.open(path, os.O_RDONLY | os.O_CREAT, 0o600)
-        self._position = 0
-
-    def unread(self) -> Iterator[bytes]:
-        while data := os.pread(self._fd, _LOG_BYTES, self._position):
-            self._position += len(data)
-            yield data
-        if self._bounded:
-            self._freed = free(self._path, self._freed, self._position - MOST_BYTES)
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 def of_this_machine(prepare: Prepare, env: Mapping[str, str], placement: Placement, cwd: bytes) -> Prepare:

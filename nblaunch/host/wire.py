@@ -16,7 +16,7 @@ import msgspec
 
 from nblaunch.host.settings import ProcessSettings, Worker
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, ProtocolError, Stream, Usage
+from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, Exited, ProtocolError, Stream, Usage
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,15 +96,11 @@ class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One of its processes has ended."""
+    """One of its processes has ended, at a time by the node's clock."""
 
     group: str
     attempt: int
-    rank: int
-    exitcode: int
-    expected: bool
-    reason: str = ""
-    details: str = ""
+    exited: Exited
 
 
 class OthersStopped(msgspec.Struct, frozen=True, tag=True):

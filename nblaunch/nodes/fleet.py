@@ -721,7 +721,7 @@ class NodeGroup(GroupHost):
         self._fleet, self._settings, self._directory = fleet, settings, directory
         self._address = address
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
-        self._backend = fleet.conf.options.backend if settings.rdzv is None else settings.rdzv.ranks_backend
+        self._backend = settings.options.backend
         self._members: dict[str, NodeMember] = {}
         self._nodes: dict[str, FleetNode] = {}
         self._order: tuple[str, ...] = ()
@@ -886,7 +886,7 @@ class NodeGroup(GroupHost):
 
     def add(self, node: FleetNode) -> None:
         """Have a node serve this group."""
-        settings, rdzv, conf = self._settings, self._settings.rdzv, self._fleet.conf
+        settings, conf = self._settings, self._fleet.conf
         self._nodes[node.name] = node
         self._members[node.name] = NodeMember(
             node.name,
@@ -899,7 +899,7 @@ class NodeGroup(GroupHost):
             keep=self.events.keep,
             options=replace(settings.options, env={}),
             backend=self._backend,
-            env=self._fleet.variables(tuple(conf.options.env.items()) if rdzv is None else rdzv.env),
+            env=self._fleet.variables(tuple(settings.options.env.items())),
             processes=replace(settings.processes, environ=()),
             cwd=os.fsencode(self._fleet.wish.cwd),
             nodes=(conf.least, conf.most),
@@ -1267,11 +1267,15 @@ class FleetGroup(NodeGroup):
                 self.feed(director.NodeMeets(node.name, after, error))
             case wire.PieceLost():
                 self.payload_lost(node.name)
-            case wire.Wrote(attempt=attempt, rank=rank) | wire.Gone(attempt=attempt, rank=rank) if (
-                attempt != self.events.attempt and rank in self._renumbered.get(attempt, ())
-            ):
+            case wire.Wrote(attempt=attempt, rank=rank) if rank in self._renumbered.get(attempt, ()):
                 now = {"attempt": self.events.attempt, "rank": self._renumbered[attempt][rank]}
                 super().receive(node, msgspec.structs.replace(message, **now), data)
+            case wire.Gone(attempt=attempt, exited=exited) if exited.rank in self._renumbered.get(
+                attempt, ()
+            ):
+                exited = msgspec.structs.replace(exited, rank=self._renumbered[attempt][exited.rank])
+                gone = wire.Gone(group=self.name, attempt=self.events.attempt, exited=exited)
+                super().receive(node, gone, data)
             case _:
                 super().receive(node, message, data)
 
@@ -1289,8 +1293,9 @@ class FleetGroup(NodeGroup):
         match message:
             case wire.Workers(attempt=attempt):
                 self.feed(director.WorkersStarted(member.name, attempt))
-            case wire.Gone(rank=rank, expected=expected):
+            case wire.Gone(exited=exited):
                 # The engine may end the node's ranks with it: do not start new ones there.
-                self.feed(director.RankGone(member.name, rank, expected or bool(self._fleet.signalled)))
+                expected = exited.expected or bool(self._fleet.signalled)
+                self.feed(director.RankGone(member.name, exited.rank, expected))
             case _:
                 pass

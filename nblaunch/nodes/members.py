@@ -202,18 +202,10 @@ class RemoteRanks:
 
     def gone(self, node: NodeMember, message: wire.Gone) -> None:
         """Report the exit of a rank."""
-        if message.rank not in node.ranks:
-            return
-        node.exited.add(message.rank)
-        exited = Exited(
-            rank=message.rank,
-            exitcode=message.exitcode,
-            time=time.time(),
-            expected=message.expected,
-            reason=message.reason,
-            details=message.details,
-        )
-        self._events.rank_gone(exited)
+        rank = message.exited.rank
+        if rank in node.ranks:
+            node.exited.add(rank)
+            self._events.rank_gone(msgspec.structs.replace(message.exited, time=time.time()))
 
     def lost(self, node: NodeMember, why: str, *, asked: bool, enough: bool) -> None:
         """Report the loss of a node, and of its ranks that have not exited."""

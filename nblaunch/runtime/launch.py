@@ -23,7 +23,7 @@ from nblaunch.host.forkserver import Server
 from nblaunch.host.key import KEY_FILE, join_command, read_or_make_key
 from nblaunch.host.process_options import process_settings
 from nblaunch.host.ranks import GroupHost, RankHost
-from nblaunch.host.settings import DIRECTED, AgentSettings, RendezvousConfig
+from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes.byhand import JoinEngine
 from nblaunch.nodes.engine import Wish, engine_of, nodes_of, wish_of
 from nblaunch.nodes.fleet import FleetSettings, NodeFleet
@@ -164,7 +164,7 @@ class FreshRanks:
         _wait_for_gpus(local, placement)
         settings = settings_of(options, placement, decoded(prepare.environ), self._caller, local)
         # Binding to a GPU's CPUs asks the device, which ranks that may never be used must leave alone.
-        if options.log_dir is None and options.numa_binding is None and settings.rdzv is None:
+        if options.log_dir is None and options.numa_binding is None and not settings.nodes:
             # Of the options, what its agent heeds before it adopts those of the run.
             shape = LaunchOptions(
                 role=options.role,
@@ -254,35 +254,17 @@ def settings_of(
 ) -> AgentSettings:
     """Return the agent's settings, but for what each group has for itself; `environ` is the ranks'."""
     on_nodes = options.on is not None
-    rdzv = _directed(options, environ) if on_nodes else rendezvous.config_of(options)
-    if rdzv is not None and not on_nodes:
-        rdzv = replace(rdzv, ranks_backend=placement.backend)
+    rdzv = None if on_nodes else rendezvous.config_of(options)
     # Under what nodes have loaded torch is not known here.
     loaded_under = environ if on_nodes else local.server.loaded_under()
     return AgentSettings(
         nproc=placement.nproc,
-        options=options,
-        run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if rdzv is not None else "",
+        options=options if rdzv is None else replace(options, backend=placement.backend),
+        run_id=options.rdzv_id or "" if rdzv is not None else "",
         log_dir=Path(),
         processes=process_settings(options, environ, loaded_under),
         rdzv=rdzv,
         caller=caller,
-    )
-
-
-def _directed(options: LaunchOptions, environ: Mapping[str, str]) -> RendezvousConfig:
-    """Return the rendezvous settings for nodes that an engine places: they need no endpoint."""
-    least, most = nodes_of(options, environ)
-    return RendezvousConfig(
-        backend=DIRECTED,
-        host="",
-        port=0,
-        least=least,
-        most=most,
-        local_addr=options.local_addr or "",
-        hosting=True,
-        ranks_backend=options.backend,
-        env=tuple(options.env.items()),
     )
 
 

@@ -43,6 +43,7 @@ from nblaunch.protocol.messages import (
     Arrived,
     Dispatch,
     Entered,
+    Exited,
     FromRank,
     Hello,
     Leave,
@@ -160,9 +161,8 @@ class PlayedNode:
                 self._say(*self._names(), lambda rank: _returned(rank, now))
             case Leave():
                 for rank in self._ranks:
-                    gone = wire.Gone(
-                        group=meet.group, attempt=meet.attempt, rank=rank, exitcode=0, expected=True
-                    )
+                    exited = Exited(rank=rank, exitcode=0, time=now, expected=True)
+                    gone = wire.Gone(group=meet.group, attempt=meet.attempt, exited=exited)
                     self.send(gone)
                 self.send(wire.NodeEnded(group=meet.group))
             case _:

@@ -92,7 +92,7 @@ class Scene:
         def performed(action: Any, job: Job | None) -> None:
             if isinstance(action, lifecycle.ReleaseWorkers):
                 self.trace.append(f"release {action.succeeded} {len(action.others)}")
-            elif isinstance(action, Order) and action not in (Order.KEEP_PAYLOAD, Order.LET_FINISH):
+            elif isinstance(action, Order) and action is not Order.KEEP_PAYLOAD:
                 self.trace.append(f"order {action.name}")
             perform(action, job)
 

@@ -70,9 +70,6 @@ class ScriptedNodes(GroupHost):
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         self.done.append(("release", succeeded, others))
 
-    def let_finish(self) -> None:
-        self.done.append("let_finish")
-
     def skip_grace(self) -> None:
         self.done.append("skip_grace")
 

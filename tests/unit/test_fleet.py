@@ -347,7 +347,9 @@ class Fleets:
         events = Events(name, keep=keep)
         settings = AgentSettings(
             nproc=2,
-            options=LaunchOptions(max_restarts=0, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
+            options=replace(
+                fleet.conf.options, max_restarts=0, monitor_interval=0.02, grace=0.5, shutdown_timeout=5
+            ),
             run_id="r",
             log_dir=self.directory,
         )
@@ -817,7 +819,7 @@ def test_a_node_that_comes_late_and_reaches_nobody_is_sent_away_and_the_others_g
 def test_a_failure_begins_again_with_the_same_nodes(fleets):
     events = fleets.group(fleets.fleet(), max_restarts=1)
     nodes = fleets.run_two(events)
-    nodes[1].send(wire.Gone(group="g", attempt=0, rank=3, exitcode=1, expected=False))
+    nodes[1].send(wire.Gone(group="g", attempt=0, exited=Exited(rank=3, exitcode=1, time=0.0)))
     wait_until(lambda: events.of("gone"))
     events.peers.release(succeeded=False, others=frozenset({0, 1}))
     for node in nodes:
@@ -849,7 +851,7 @@ def test_of_a_connection_that_ends_its_own_node_is_asked_and_no_other(fleets):
 def test_a_kept_rank_that_dies_has_all_replaced(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
-    nodes[0].send(wire.Gone(group="g", attempt=0, rank=1, exitcode=-9, expected=False))
+    nodes[0].send(wire.Gone(group="g", attempt=0, exited=Exited(rank=1, exitcode=-9, time=0.0)))
     assert nodes[1].wait_for(wire.Restart).attempt == 0
     for node in nodes:
         node.meet_again(after=0)
@@ -925,7 +927,7 @@ def test_kept_ranks_go_on_under_other_numbers_and_lose_nothing_that_they_have_pr
     events.peers.send(1, Proceed())
     fleets.hub.run(events.peers.turn)
     assert second.wait_for(wire.ForRanks).ranks == (1,)
-    second.send(wire.Gone(group="g", attempt=0, rank=3, exitcode=1, expected=False))
+    second.send(wire.Gone(group="g", attempt=0, exited=Exited(rank=3, exitcode=1, time=0.0)))
     wait_until(lambda: events.of("gone")[-1][0] == 1)
     assert second.wait_for(wire.Restart).attempt == 1
     second.meet_again(after=0)

@@ -358,12 +358,9 @@ def test_after_a_failure_the_others_have_a_moment_to_say_what_happened_to_them()
 def test_a_rank_that_has_failed_is_waited_for_as_long_as_it_works_or_until_an_interrupt():
     """It ends as a script does: with its threads, and its exit functions."""
     group = Group().start()
-    saves = Finishing(rank=0, what="thread save")
-    assert Order.LET_FINISH not in group.feed(saves), "it has not failed yet: its job goes on"
     group.feed(raised(0))
     group.after(0.2)
-    group.feed(life.RanksStopped(frozenset(range(3))))
-    assert Order.LET_FINISH in group.feed(saves)
+    group.feed(life.RanksStopped(frozenset(range(3))), Finishing(rank=0, what="thread save"))
     assert not finished(group.after(100))
     assert Order.STOP_AGENT in group.interrupt()
     assert finished(group.feed(Trigger.AGENT_ENDED))

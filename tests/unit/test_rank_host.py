@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from nblaunch.protocol.messages import (
     Aborted,
     Exited,
     FailureRecord,
+    Finishing,
     FromRank,
     Hello,
     Prepare,
@@ -115,6 +117,15 @@ def test_all_ranks_let_go_of_nccl_before_one_is_killed(scene):
     scene.say(Aborted(rank=1))
     ending.join(SECONDS)
     assert time.monotonic() - began < 1.9, "it waits for no more than the answers"
+
+
+def test_a_rank_that_ends_as_a_script_does_is_waited_for_as_long_as_it_works(scene):
+    agent = scene.host.agent
+    assert agent is not None
+    agent.release(succeeded=False, others=frozenset())
+    assert agent._leave_by < time.monotonic() + SECONDS
+    scene.say(Finishing(rank=0, what="thread save"))
+    assert agent._leave_by == math.inf
 
 
 def test_ranks_that_have_no_gpu_are_killed_at_once(scene):
