@@ -27,7 +27,6 @@ from nblaunch.group.group import WorkerGroup
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
 from nblaunch.group.usage import SeenGpus
-from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
     ClientRecord,
     ErrorRecord,
@@ -123,7 +122,7 @@ class RunningJob:
             self._held(order, directory, tenure),
             decode_state(order.state),
             internal=order.internal,
-            output=OutputFilter.of(order.options),
+            options=order.options,
             directory=directory,
             ending=Ending.of(order.options.timeout, order.options.hang_after, self._began),
         )
