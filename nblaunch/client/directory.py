@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from nblaunch import _registry
+from nblaunch import _keeper, _registry
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._registry import FoundRuntime, RuntimeEntry
 from nblaunch._results import SessionInfo
 from nblaunch._runtime_dir import remove_dead
 from nblaunch._version import __version__
-from nblaunch.client.boot import stop_keeper
 from nblaunch.client.local import local
 from nblaunch.options.table import nearest
 from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord
@@ -173,7 +172,7 @@ def stop(name: str) -> None:
         runtime.stop()
     if entry.keeper.lives:
         # It does not answer, or understands another protocol: its keeper ends all.
-        stop_keeper(entry.keeper.pid, entry.keeper.start)
+        _keeper.stop(entry.keeper.pid, entry.keeper.start)
         entry.wait_until_gone(_STOP_SECONDS)
     if entry.keeper.lives:
         keeper = entry.keeper.pid

@@ -18,7 +18,7 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import RankFailure, RankResult, RunResult
 from nblaunch._version import __version__
-from nblaunch.client.jobs import ClientJob
+from nblaunch.client.launch import ClientJob
 from nblaunch.client.result import final_lines
 from nblaunch.diagnose.failures import Alike, Blame, blame
 from nblaunch.insight.report import OUTPUT_LINES, Redactor, Report, Tails, make

@@ -23,7 +23,7 @@ from nblaunch._results import (
     read_text,
 )
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.jobs import ClientJob
+from nblaunch.client.launch import ClientJob
 from nblaunch.diagnose.failures import Explained, blame, kind_of, reason, value_lost
 from nblaunch.insight.report import Report
 from nblaunch.options.launch import LaunchOptions

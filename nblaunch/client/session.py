@@ -33,9 +33,11 @@ from nblaunch.capture.capture import (
     capture_values,
     notebook_names,
 )
-from nblaunch.client.jobs import ClientJob, JobRanks, RankPayload
 from nblaunch.client.knowledge import Knowledge, KnowledgeView, notices
 from nblaunch.client.launch import (
+    ClientJob,
+    JobRanks,
+    RankPayload,
     function_job,
     opening,
     refuse_inside_rank,
@@ -44,9 +46,8 @@ from nblaunch.client.launch import (
 )
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
-from nblaunch.client.run import StaleError, run_job, watch_job
+from nblaunch.client.run import SilentView, StaleError, run_job, watch_job
 from nblaunch.client.scripts import is_script, refuse_in_session
-from nblaunch.client.wait import SilentView
 from nblaunch.insight.comparing import Round, compare, size_of
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions, within

@@ -442,8 +442,8 @@ SPEAKERS = {
     "nblaunch.nodes.join",
     "nblaunch.testing.modules",  # pytest -s
     "nblaunch.nodes.host",
-    "nblaunch.client.jobs",  # remarks: other nodes join while the run waits
-    "nblaunch.client.wait",  # what ranks ask is answered while the run waits
+    "nblaunch.client.launch",  # remarks: other nodes join while the run waits
+    "nblaunch.client.run",  # what ranks ask is answered while the run waits
 }
 
 TORCHS_PRIVATE = {
