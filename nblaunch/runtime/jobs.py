@@ -193,7 +193,7 @@ class RunningJob:
         group, job = self.group, self.job
         if group is None or self._prepare is None or job.ended.is_set():
             return
-        seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
+        seen = SeenGpus.by(self._prepare, alone=group.settings.options.virtual_local_rank)
         measuring = ExitStack()
         with contextlib.suppress(RuntimeError):  # the system refuses a thread: the next tick asks again
             measuring.enter_context(group.measuring(lambda: job.state, seen, wanted=True))
