@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -52,7 +52,7 @@ from nblaunch.insight.comparing import Round, compare, size_of
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.messages import CellJob, FunctionJob, Names, Objects, PullJob, PushJob
+from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch.protocol.reports import HangReport, format_ranks, session_busy, session_ended
 from nblaunch.protocol.state import View
 
@@ -69,26 +69,6 @@ _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*$")
 def silent(title: str, backend: str) -> View:  # noqa: ARG001 - as every `watch` of a session
     """Show nothing."""
     return SilentView()
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRanks:
-    """The ranks of a session, and the connection to them."""
-
-    name: str
-    key: str
-    """What the runtime calls the session: two of a kernel may have one name."""
-    runtime: Runtime
-    line: ClientLine
-    placement: wire.Placement
-    attempt: int
-    detached: bool
-    names: Mapping[int, Names] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    held_by: wire.ClientRecord | None = None
-    """Another client, which gives them jobs."""
-    watches_only: str = ""
-    """Why this process may give them none, if it may not."""
 
 
 def start_session(
@@ -115,10 +95,9 @@ def start_session(
         if options.detach:
             runtime.stop()
         raise
-    place, attempt = opened.placement, opened.attempt
-    notes = tuple(filter(None, (opened.unheeded, place.warning)))
-    ranks = SessionRanks(name, key, runtime, line, place, attempt, options.detach, notes=notes)
-    session = LiveSession(ranks, options, watch)
+    opened = msgspec.structs.replace(opened, session=key, options=options)
+    notes = list(filter(None, (opened.unheeded, opened.placement.warning)))
+    session = LiveSession(name, runtime, line, opened, watch, notes, detached=options.detach)
     try:
         session.start()
     except BaseException:
@@ -138,21 +117,8 @@ def attach_session(
     except BaseException:
         runtime.abandon()
         raise
-    names = {each.rank: each for each in answer.names}
-    ranks = SessionRanks(
-        entry.name,
-        answer.session,
-        runtime,
-        line,
-        answer.placement,
-        answer.attempt,
-        detached=True,
-        names=names,
-        notes=(_own_variables(entry.name),),
-        held_by=answer.held_by,
-        watches_only=answer.watches_only,
-    )
-    return LiveSession(ranks, answer.options, watch)
+    notes = [_own_variables(entry.name)]
+    return LiveSession(entry.name, runtime, line, answer, watch, notes, detached=True)
 
 
 def _own_variables(name: str) -> str:
@@ -170,19 +136,27 @@ class LiveSession:
     `prepare_call` return what performs it, on this thread or on that of a `Handle`.
     """
 
-    def __init__(
-        self, ranks: SessionRanks, options: LaunchOptions, watch: Callable[[str, str], View] = silent
+    def __init__(  # noqa: PLR0913, PLR0917 - the ranks, the connection to them, and who they are for
+        self,
+        name: str,
+        runtime: Runtime,
+        line: ClientLine,
+        opened: wire.Opened,
+        watch: Callable[[str, str], View],
+        notes: list[str],
+        *,
+        detached: bool,
     ) -> None:
         """Give jobs to ranks that are there, or are being started.
 
         `watch(title, backend)` makes what shows a job.
         """
-        self.name = ranks.name
-        self._key = ranks.key
-        self._ranks = JobRanks(ranks.runtime, ranks.key)
-        self.options = options
-        self.placement = ranks.placement
-        self.detached = ranks.detached
+        self.name = name
+        self._key = opened.session
+        self._ranks = JobRanks(runtime, opened.session)
+        self.options = opened.options or LaunchOptions()
+        self.placement = opened.placement
+        self.detached = detached
         """Whether the ranks outlive this process."""
         self.watch = watch
         self.failed_last = 0
@@ -192,21 +166,21 @@ class LiveSession:
         """Whether the job that holds `_busy` is brief."""
         self._reading = threading.Lock()
         """Held while a thread reads from the session's connection."""
-        self._runtime = ranks.runtime
-        self._line = ranks.line
-        self._attempt = ranks.attempt
-        self._names = dict(ranks.names)
-        self._notes = list(ranks.notes)
+        self._runtime = runtime
+        self._line = line
+        self._attempt = opened.attempt
+        self._names = {each.rank: each for each in opened.names}
+        self._notes = notes
         """For the next job whose result the user sees."""
         # Ranks that another client has sent objects know those by its keys.
         self._keys = itertools.count(self._runtime.number())
         self._knowledge = Knowledge(self._keys)
         self._jobs = 0
         self._ended, self._why_ended = False, ""
-        self._held_by = ranks.held_by
+        self._held_by = opened.held_by
         """Another client, which gives the jobs."""
-        self._watches_only = ranks.watches_only
-        self._gives = ranks.held_by is None and not ranks.watches_only
+        self._watches_only = opened.watches_only
+        self._gives = opened.held_by is None and not opened.watches_only
         """Whether this process is the one that gives jobs; where none does, each may."""
         self._losses = 0
         """How often another client has taken the session over."""
@@ -655,7 +629,15 @@ class LiveSession:
     def jobs(self) -> list[SessionJob]:
         """The jobs that the session was given, the oldest first; the runtime keeps the last 50."""
         answer = self._runtime.ask(wire.ListJobs(session=self._key))
-        return [SessionJob(each, self._ranks, self.placement, private=self.detached) for each in answer.jobs]
+        return [
+            SessionJob(
+                **msgspec.structs.asdict(each),
+                _ranks=self._ranks,
+                _placement=self.placement,
+                _private=self.detached,
+            )
+            for each in answer.jobs
+        ]
 
     def follow(self, watch: Callable[[str, str], View] | None = None) -> Outcome | None:
         """Show the job that runs, until it has ended; None if there is none.
@@ -862,26 +844,16 @@ def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> N
     line.close()
 
 
-class SessionJob:
+class SessionJob(wire.JobRecord, frozen=True, eq=False, kw_only=True):
     """A job of a session, as its runtime keeps it.
 
     `number`, `title`, `state` (one word), `started` and `ended` (seconds since the epoch, None while it
     runs), `given_by`, and `dropped`: what is no longer kept of it.
     """
 
-    def __init__(
-        self, record: wire.JobRecord, ranks: JobRanks, placement: wire.Placement, *, private: bool
-    ) -> None:
-        self.number = record.number
-        self.title = record.title
-        self.state = record.state
-        self.started = record.started
-        self.ended = record.ended
-        self.given_by = record.given_by
-        self.dropped = record.dropped
-        self._ranks = ranks
-        self._placement = placement
-        self._private = private
+    _ranks: JobRanks
+    _placement: wire.Placement
+    _private: bool
 
     def _watched(self, line: ClientLine) -> tuple[ClientJob, wire.JobSnapshot]:
         """Return the job as this process watches it, and its state by now."""

@@ -541,7 +541,7 @@ class RequestHandler:
         held_by = None if other is None else other.record
 
         def attached() -> AnswerToClient:
-            return wire.Attached(
+            return wire.Opened(
                 session=session.key,
                 placement=session.placement,
                 attempt=session.group.attempt,
