@@ -451,7 +451,7 @@ class WorkerGroup:
     # --- on the agent's thread -------------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        wanted = self.settings.processes
+        options, processes = self.settings.options, self.settings.processes
         # Of a group that starts again after days, a cleaner may have removed both.
         self._hub.be_reachable()
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -462,9 +462,9 @@ class WorkerGroup:
             attempt,
             spill=str(self._directory),
             keep=self.keep,
-            fresh=wanted.environ if wanted.start_method == "spawn" else None,
-            virtual_local_rank=wanted.virtual_local_rank,
-            numa_binding=wanted.numa_binding,
+            fresh=processes.environ if processes.start_method == "spawn" else None,
+            virtual_local_rank=options.virtual_local_rank,
+            numa_binding=options.numa_binding,
         )
         return (orders,)
 

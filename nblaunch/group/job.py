@@ -22,7 +22,7 @@ from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import JobState
 from nblaunch.host.logs import LogTail
 from nblaunch.host.settings import Worker
-from nblaunch.options.streams import OutputFilter
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (
     Asked,
@@ -228,7 +228,7 @@ class Job:
         state: RunState,
         *,
         internal: bool = False,
-        output: OutputFilter | None = None,
+        options: LaunchOptions | None = None,
         directory: Callable[[], Path] = Path,
         ending: Ending | None = None,
     ) -> None:
@@ -239,7 +239,7 @@ class Job:
         """
         self.known = JobState(state, internal=internal, ending=ending or Ending())
         """All that its group knows of it: a snapshot."""
-        self.output = output or OutputFilter()
+        self.options = options or LaunchOptions()
         self.dispatch = dispatches[None]
         self._dispatches = dispatches
         self._directory = directory
@@ -332,7 +332,7 @@ class Job:
         if rank is None:
             return False  # it takes no part
         local_rank = known.local_rank if known is not None else rank.local_rank
-        return self.output.shows(local_rank, printed.stream)
+        return self.options.shows(local_rank, printed.stream)
 
     def notice(self, text: str) -> None:
         """Show a text with the result; only before the job is given to a group."""

@@ -120,7 +120,6 @@ def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousCon
         hosting=not joining,
         node_rank=options.node_rank,
         conf=_conf(options.rdzv_conf, options.rdzv_backend),
-        env=tuple(options.env.items()),
         ports=port_range(options.ports),
     )
 

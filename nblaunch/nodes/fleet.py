@@ -710,7 +710,7 @@ class NodeGroup(Peers):
         self._fleet, self._settings, self._directory = fleet, settings, directory
         self._address = address
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
-        self._backend = fleet.conf.options.backend if settings.rdzv is None else settings.rdzv.ranks_backend
+        self._backend = (settings if fleet.conf.directed else fleet.conf).options.backend
         self._members: dict[str, NodeMember] = {}
         self._nodes: dict[str, FleetNode] = {}
         self._order: tuple[str, ...] = ()
@@ -873,7 +873,7 @@ class NodeGroup(Peers):
 
     def add(self, node: FleetNode) -> None:
         """Have a node serve this group."""
-        settings, rdzv, conf = self._settings, self._settings.rdzv, self._fleet.conf
+        settings, conf = self._settings, self._fleet.conf
         self._nodes[node.name] = node
         self._members[node.name] = NodeMember(
             node.name,
@@ -886,7 +886,7 @@ class NodeGroup(Peers):
             keep=self.events.keep,
             options=replace(settings.options, env={}),
             backend=self._backend,
-            env=self._fleet.variables(tuple(conf.options.env.items()) if rdzv is None else rdzv.env),
+            env=self._fleet.variables(tuple(settings.options.env.items())),
             processes=replace(settings.processes, environ=()),
             cwd=os.fsencode(self._fleet.wish.cwd),
             nodes=(conf.least, conf.most),

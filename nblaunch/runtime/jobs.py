@@ -27,7 +27,6 @@ from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.host.hub import Hub
 from nblaunch.host.usage import SeenGpus
-from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
     ClientRecord,
     ErrorRecord,
@@ -123,7 +122,7 @@ class RunningJob:
             self._held(order, directory, tenure),
             decode_state(order.state),
             internal=order.internal,
-            output=OutputFilter.of(order.options),
+            options=order.options,
             directory=directory,
             ending=Ending.of(order.options.timeout, order.options.hang_after, self._began),
         )
@@ -194,7 +193,7 @@ class RunningJob:
         group, job = self.group, self.job
         if group is None or self._prepare is None or job.ended.is_set():
             return
-        seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
+        seen = SeenGpus.by(self._prepare, alone=group.settings.options.virtual_local_rank)
         measuring = ExitStack()
         with contextlib.suppress(RuntimeError):  # the system refuses a thread: the next tick asks again
             measuring.enter_context(group.measuring(lambda: job.state, seen, wanted=True))

@@ -166,8 +166,9 @@ class FreshRanks:
         # Binding to a GPU's CPUs asks the device, which ranks that may never be used must leave alone.
         if options.log_dir is None and options.numa_binding is None and settings.rdzv is None:
             # Of the options, what its agent heeds before it adopts those of the run.
-            shape = LaunchOptions(
-                role=options.role,
+            of_node = {each.name: getattr(options, each.name) for each in OPTIONS if each.scope == "node"}
+            shape = replace(
+                LaunchOptions(**{**of_node, "nproc_per_node": settings.nproc}),
                 max_restarts=options.max_restarts,
                 monitor_interval=options.monitor_interval,
                 shutdown_timeout=options.shutdown_timeout,
@@ -181,7 +182,9 @@ class FreshRanks:
             made = self._on_nodes(settings, order)
         else:
             descriptors.make_room(settings.nproc)
-            peers = _peers(local, options, prepare, request.join_key, self.remark)
+            # A node that joins has no part in the choice of the backend.
+            decided = replace(options, backend=placement.backend)
+            peers = _peers(local, decided, prepare, request.join_key, self.remark)
             made = new_group(local, settings, peers, options.log_dir)
         local.will_leave(made.group)
         return made
@@ -255,8 +258,6 @@ def settings_of(
     """Return the agent's settings, but for what each group has for itself; `environ` is the ranks'."""
     on_nodes = options.on is not None
     rdzv = _directed(options, environ) if on_nodes else rendezvous.config_of(options)
-    if rdzv is not None and not on_nodes:
-        rdzv = replace(rdzv, ranks_backend=placement.backend)
     # Under what nodes have loaded torch is not known here.
     loaded_under = environ if on_nodes else local.server.loaded_under()
     return AgentSettings(
@@ -281,8 +282,6 @@ def _directed(options: LaunchOptions, environ: Mapping[str, str]) -> RendezvousC
         most=most,
         local_addr=options.local_addr or "",
         hosting=True,
-        ranks_backend=options.backend,
-        env=tuple(options.env.items()),
     )
 
 
@@ -385,7 +384,7 @@ def _ahead(local: LocalRuntime, shape: AgentSettings) -> GroupAndLogs:
 
 def own_directory(job: Job, settings: AgentSettings) -> Path | None:
     """Return this run's directory: below it are attempts, below those ranks, below those files."""
-    if settings.processes.logs_specs is not None:
+    if settings.options.logs_specs is not None:
         return settings.log_dir  # what is where below it only the user's class knows
     for ranks in job.logs.values():
         for each in ranks.values():

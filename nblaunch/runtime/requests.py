@@ -542,7 +542,9 @@ class RequestHandler:
 
         def attached() -> AnswerToClient:
             return wire.Attached(
-                session=session.record(),
+                session=session.key,
+                placement=session.placement,
+                attempt=session.group.attempt,
                 options=session.options,
                 names=tuple(session.group.names.values()),
                 held_by=held_by,

@@ -23,7 +23,7 @@ from servers import kept_server
 
 from nblaunch._inherited import JOIN_KEY
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.inherited import prepare_of
+from nblaunch.client.launch import prepare_of
 from nblaunch.group import lifecycle
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job

@@ -338,7 +338,7 @@ class Fleets:
         events = Events(self.directory / name, name, keep=keep)
         settings = AgentSettings(
             nproc=2,
-            options=LaunchOptions(max_restarts=0, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
+            options=replace(fleet.conf.options, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
             run_id="r",
             log_dir=self.directory,
         )

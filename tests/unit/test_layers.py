@@ -442,8 +442,8 @@ SPEAKERS = {
     "nblaunch.host.join",
     "nblaunch.testing.modules",  # pytest -s
     "nblaunch.host.node_main",
-    "nblaunch.client.jobs",  # remarks: other nodes join while the run waits
-    "nblaunch.client.wait",  # what ranks ask is answered while the run waits
+    "nblaunch.client.launch",  # remarks: other nodes join while the run waits
+    "nblaunch.client.run",  # what ranks ask is answered while the run waits
 }
 
 TORCHS_PRIVATE = {
