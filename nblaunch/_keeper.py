@@ -33,7 +33,7 @@ def start(link_fd: int, owner: int, root: Path, live: str) -> subprocess.Popen[b
     # Beside the notebook may be a `random.py`, where it has loaded the real one itself. Ranks get its path.
     path = sorted(absolute_path(), key=lambda entry: not is_standard_library(entry))
     code = (
-        f"import sys; sys.path[:] = {path!r}; from nblaunch.elastic.keeper import keep_runtime; "
+        f"import sys; sys.path[:] = {path!r}; from nblaunch.host.keeper import keep_runtime; "
         f"keep_runtime{(link_fd, owner, os.fspath(root), live)!r}"
     )
     with (root / FORK_SERVER_LOG).open("ab") as log:

@@ -45,9 +45,6 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    hub         the socket and its thread
-    stacks      the stacks of ranks that do not answer, or have died
-    usage       CPU, memory and GPU of ranks, measured on a thread
     fitness     whether a group is fit for another job: evidence before health
     recovery    interrupts, and making ranks fit for another job: two pure machines
     locating    where the ranks are: asked, read from outside, and asked again; a pure machine
@@ -56,5 +53,5 @@ Modules, each after those that it imports:
     job         one job: its state, values and log files
     group       `WorkerGroup`: makes events, performs actions
     standby     the group that is ready before it is needed
-    runtime     `LocalRuntime`: hub, fork server, directory, groups
+    runtime     `LocalRuntime`: the host that a runtime is, and its groups
 """

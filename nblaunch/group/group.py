@@ -30,16 +30,17 @@ from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose import failures, hang
-from nblaunch.elastic.agent import AgentThread
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group import lifecycle, usage
-from nblaunch.group.hub import Hub
+from nblaunch.group import lifecycle
 from nblaunch.group.job import Job, RankLogs
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Publish, Trigger, step
 from nblaunch.group.recovery import Send
-from nblaunch.group.stacks import ExitReasons, stacks_of_silent
-from nblaunch.group.usage import SeenGpus, alive
+from nblaunch.host import usage
+from nblaunch.host.agent import AgentThread
+from nblaunch.host.forkserver import Server
+from nblaunch.host.hub import Hub
+from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.host.stacks import ExitReasons, stacks_of_silent
+from nblaunch.host.usage import SeenGpus, alive
 from nblaunch.protocol.client import Event, RankLogFiles
 from nblaunch.protocol.messages import (
     Answer,

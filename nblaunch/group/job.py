@@ -18,10 +18,10 @@ from nblaunch._errors import RunPreemptedError
 from nblaunch.capture import shared_memory
 from nblaunch.capture.shared_memory import HeldPayload
 from nblaunch.diagnose.failures import value_lost
-from nblaunch.elastic.logs import LogTail
-from nblaunch.elastic.settings import Worker
 from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import JobState
+from nblaunch.host.logs import LogTail
+from nblaunch.host.settings import Worker
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (

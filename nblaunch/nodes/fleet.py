@@ -40,21 +40,22 @@ from nblaunch._devices import VARIABLES
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
-from nblaunch.elastic.rendezvous import host_store
-from nblaunch.elastic.settings import AgentSettings
 from nblaunch.group.group import Agent, Connected, Peers, WorkerGroup
-from nblaunch.group.hub import Hub
+from nblaunch.host import wire
+from nblaunch.host.code import JobCode
+from nblaunch.host.hub import Hub
+from nblaunch.host.join import HERE, HERE_PLACE
+from nblaunch.host.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
+from nblaunch.host.reach import ReachCheck
+from nblaunch.host.rendezvous import host_store
+from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes import director
-from nblaunch.nodes import messages as wire
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.code import JobCode
 from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
-from nblaunch.nodes.engine import HERE, HERE_PLACE, Engine, NodeProgram, Wish, address_of
+from nblaunch.nodes.engine import Engine, NodeProgram, Wish, address_of
 from nblaunch.nodes.environment import Wheels, made_before
-from nblaunch.nodes.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
 from nblaunch.nodes.members import NodeMember, RemoteRanks, for_another_machine
 from nblaunch.nodes.process import ProcessEngine
-from nblaunch.nodes.reach import ReachCheck
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions

@@ -17,7 +17,7 @@ Invariants:
     `to_line` writes it as a line that parses to an equal one.
   * An error names what was asked, what is true, and what to do. Nothing here prints or exits.
   * Values are judged without this machine. Whether it has the GPUs, the port or the handler is decided when
-    ranks are placed (`nblaunch.elastic`, `nblaunch.group`).
+    ranks are placed (`nblaunch.host`, `nblaunch.group`).
 
 Names and meanings are those of torchrun wherever torchrun has the option.
 

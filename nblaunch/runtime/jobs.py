@@ -24,9 +24,9 @@ from nblaunch._results import EventLog
 from nblaunch.capture.shared_memory import hold
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
-from nblaunch.group.usage import SeenGpus
+from nblaunch.host.hub import Hub
+from nblaunch.host.usage import SeenGpus
 from nblaunch.protocol.client import (
     ClientRecord,
     ErrorRecord,

@@ -14,19 +14,19 @@ from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.elastic import descriptors, rendezvous
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.process_options import process_settings
-from nblaunch.elastic.settings import DIRECTED, AgentSettings, RendezvousConfig
 from nblaunch.group.group import Connected, ConnectPeers, WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
+from nblaunch.host import descriptors, rendezvous
+from nblaunch.host.forkserver import Server
+from nblaunch.host.hub import Hub
+from nblaunch.host.key import KEY_FILE, join_command, read_or_make_key
+from nblaunch.host.process_options import process_settings
+from nblaunch.host.settings import DIRECTED, AgentSettings, RendezvousConfig
 from nblaunch.nodes.byhand import JoinEngine
 from nblaunch.nodes.engine import Wish, engine_of, nodes_of, wish_of
 from nblaunch.nodes.fleet import FleetSettings, NodeFleet
-from nblaunch.nodes.key import KEY_FILE, join_command, read_or_make_key
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.protocol.client import Caller, JobOrder, OpenRanks
 from nblaunch.protocol.messages import Phase

@@ -16,9 +16,9 @@ from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._results import held_by
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.lifecycle import RestartAsked, Trigger
 from nblaunch.group.standby import GroupAndLogs
+from nblaunch.host.hub import Hub
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import (
     GiverChanged,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 import nblaunch
 from nblaunch.client.launch import prepare_of
-from nblaunch.group.usage import GpuMeter, SeenGpus
+from nblaunch.host.usage import GpuMeter, SeenGpus
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))

@@ -330,7 +330,7 @@ def test_without_pidfd_the_same_is_true(start, eventually, tmp_path):
     eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
-HASTY = "import nblaunch.elastic.keeper as keeper\nkeeper._FRESHEN_SECONDS = 0.2\n"
+HASTY = "import nblaunch.host.keeper as keeper\nkeeper._FRESHEN_SECONDS = 0.2\n"
 
 
 def test_the_files_are_kept_young_however_busy_the_keeper_is(start, eventually, tmp_path):
@@ -399,7 +399,7 @@ def test_a_slow_command_for_the_end_delays_nothing_and_ends(start, eventually, t
 def test_a_command_for_the_end_that_never_ends_is_killed(tmp_path):
     begun = tmp_path / "begun"
     command = json.dumps(["sh", "-c", f"echo $$ >{begun}; exec sleep 1000"])
-    code = "import sys; from nblaunch.elastic import keeper; keeper._COMMANDS_SECONDS = 1; "
+    code = "import sys; from nblaunch.host import keeper; keeper._COMMANDS_SECONDS = 1; "
     run = "keeper._await(keeper._run_apart([sys.argv[1].encode()]))"
     subprocess.run([sys.executable, "-c", code + run, command], check=True)
     assert not psutil.pid_exists(int(begun.read_text()))
@@ -469,7 +469,7 @@ def ignored_by(pid: int) -> set[signal.Signals]:
 
 REFUSED_ONCE = """
 import os, sys
-if "nblaunch.elastic.keeper" in str(sys.orig_argv):
+if "nblaunch.host.keeper" in str(sys.orig_argv):
     fork, keeper, forks = os.fork, os.getpid(), []
     def refuse():
         forks.append(os.getpid())
@@ -498,7 +498,7 @@ def test_a_fork_server_that_the_system_refuses_is_an_error_and_the_next_one_come
 
 NO_FORK = """
 import os, sys
-if "nblaunch.elastic.keeper" in str(sys.orig_argv):
+if "nblaunch.host.keeper" in str(sys.orig_argv):
     fork, count = os.fork, 0
     def refuse():
         global count

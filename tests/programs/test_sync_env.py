@@ -23,7 +23,7 @@ import nblaunch
 from nblaunch.client.launch import prepare_call
 from nblaunch.client.packages import environment_of
 from nblaunch.client.run import SilentView, run_fresh
-from nblaunch.nodes.engine import PLACE
+from nblaunch.host.join import PLACE
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.state import RunState
 

@@ -24,12 +24,12 @@ from servers import kept_server
 from nblaunch._inherited import JOIN_KEY
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.client.launch import prepare_of
-from nblaunch.elastic.rendezvous import host_store
 from nblaunch.group import lifecycle
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import Order, Trigger
 from nblaunch.group.runtime import LocalRuntime
+from nblaunch.host.rendezvous import host_store
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Placement
 from nblaunch.protocol.messages import CellJob, Dispatch

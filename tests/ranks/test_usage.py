@@ -15,8 +15,8 @@ import torch
 
 from nblaunch.client.launch import prepare_call
 from nblaunch.client.run import SilentView, run_fresh
-from nblaunch.group import usage
-from nblaunch.group.usage import GpuMeter, Meter, SeenGpus
+from nblaunch.host import usage
+from nblaunch.host.usage import GpuMeter, Meter, SeenGpus
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Measured
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State

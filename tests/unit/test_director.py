@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nblaunch.host.wire import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
 from nblaunch.nodes import director
 from nblaunch.nodes.director import (
     AllStarted,
@@ -39,7 +40,6 @@ from nblaunch.nodes.director import (
     WorkersStarted,
     step,
 )
-from nblaunch.nodes.messages import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
 
 UNLIMITED = 2**31 - 1
 GRACE = 2.0

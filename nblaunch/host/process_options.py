@@ -10,9 +10,9 @@ from nblaunch import _devices
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
-from nblaunch.elastic import hooks
-from nblaunch.elastic.placement import check_backend, check_numa_binding, visible_gpus
-from nblaunch.elastic.settings import ProcessSettings
+from nblaunch.host import hooks
+from nblaunch.host.placement import check_backend, check_numa_binding, visible_gpus
+from nblaunch.host.settings import ProcessSettings
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Placement
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from nblaunch.elastic.settings import ProcessSettings, Worker
+from nblaunch.host.settings import ProcessSettings, Worker
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, ProtocolError, Stream, Usage
 

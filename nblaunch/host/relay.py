@@ -25,16 +25,16 @@ from nblaunch import _inherited
 from nblaunch._errors import LaunchError
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose.failures import value_lost
-from nblaunch.elastic.agent import AgentThread
-from nblaunch.elastic.directed import DirectedRound
-from nblaunch.elastic.logs import MOST_BYTES, free
-from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group.runtime import LocalRuntime
-from nblaunch.group.stacks import ExitReasons, stacks_of_silent
-from nblaunch.group.usage import SeenGpus, measuring
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.code import NodeCode
-from nblaunch.nodes.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
+from nblaunch.host import wire
+from nblaunch.host.agent import AgentThread
+from nblaunch.host.code import NodeCode
+from nblaunch.host.directed import DirectedRound
+from nblaunch.host.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
+from nblaunch.host.local import LocalHost
+from nblaunch.host.logs import MOST_BYTES, free
+from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.host.stacks import ExitReasons, stacks_of_silent
+from nblaunch.host.usage import SeenGpus, measuring
 from nblaunch.protocol.client import Event, Placement
 from nblaunch.protocol.messages import (
     Abort,
@@ -87,7 +87,7 @@ class NodeRelay:
 
     def __init__(  # noqa: PLR0913 - what a group is, and what of this process and node it uses
         self,
-        runtime: LocalRuntime,
+        runtime: LocalHost,
         send: Callable[[wire.FromNode, memoryview | bytes | None], None],
         settings: AgentSettings,
         prepare: Callable[[Prepare], Prepare],

@@ -63,7 +63,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch._help import FailureKind
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.host.settings import AgentSettings, RendezvousConfig
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
 

@@ -31,11 +31,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nblaunch._errors import NblaunchError
 from nblaunch._waker import Waker
-from nblaunch.elastic import descriptors, forkserver, preload, rendezvous
-from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog, line_prefixes
-from nblaunch.elastic.settings import AgentEvents, AgentSettings, Worker
+from nblaunch.host import descriptors, forkserver, preload, rendezvous
+from nblaunch.host.directed import DirectedRendezvous, DirectedRound
+from nblaunch.host.forkserver import Server
+from nblaunch.host.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog, line_prefixes
+from nblaunch.host.settings import AgentEvents, AgentSettings, Worker
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_BARRIER_SECONDS = 5.0
