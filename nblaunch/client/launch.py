@@ -119,7 +119,8 @@ class ClientJob:
     # What has come of it.
     number: int = field(init=False)
     state: RunState = field(init=False)
-    end: wire.JobEnd | None = None
+    ended: bool = False
+    end: wire.JobEnd = field(default_factory=wire.JobEnd)
     request: SentRequest[wire.Given | wire.Stale] | None = None
     """The request by which this process has submitted it."""
     questions: deque[Asked] = field(default_factory=deque)
@@ -152,7 +153,7 @@ class ClientJob:
             case wire.JobRefreshed(job=self.number, state=state, questions=questions):
                 self.state, self.questions = decode_state(state), deque(questions)
             case wire.JobEnded(job=self.number, end=end):
-                self.end = end
+                self.ended, self.end = True, end
             case wire.Remark(text=text):
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
             case _:
@@ -161,23 +162,11 @@ class ClientJob:
     @property
     def error(self) -> BaseException | None:
         """What broke the group."""
-        return None if self.end is None or self.end.error is None else self.end.error.error()
-
-    @property
-    def launch_failure(self) -> tuple[str, str] | None:
-        """The phase that exceeded its limit, and what happened."""
-        return None if self.end is None else self.end.launch_failure
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the user has interrupted it."""
-        return self.end is not None and self.end.interrupted
+        return None if self.end.error is None else self.end.error.error()
 
     @property
     def logs(self) -> Mapping[int, Mapping[int, wire.RankLogFiles]]:
         """The log files, by attempt and rank."""
-        if self.end is None:
-            return {}
         return {attempt: {each.rank: each for each in files} for attempt, files in self.end.logs.items()}
 
 

@@ -27,7 +27,7 @@ from nblaunch.client.launch import ClientJob
 from nblaunch.diagnose.failures import Explained, blame, kind_of, reason, value_lost
 from nblaunch.insight.report import Report
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import JobEnd, RankLogFiles
+from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import Illustrated, Phase, Stream, Unreadable
 from nblaunch.protocol.metrics import table
 from nblaunch.protocol.reports import format_ranks, held_lines, ranks_on, size
@@ -52,7 +52,7 @@ def collect(
     `keep` lasts as long as the result does, and has the warnings since the end of the job.
     """
     values, state = _unpickled(job)
-    end, options = job.end or JobEnd(), job.options
+    end, options = job.end, job.options
     log_dir = Path(end.log_dir) if end.log_dir else None
     profiled = (options.profile or options.profile_steps is not None) and not job.internal
     profile, state = _profile(state, log_dir, wanted=profiled)
@@ -248,24 +248,25 @@ def _rank_result(  # noqa: PLR0913, PLR0917 - what a rank's result is made of
 
 def error_of(job: ClientJob, result: RunResult) -> BaseException | None:
     """Return the error of a job that ended by itself, None if it succeeded."""
-    if job.launch_failure is not None:
-        phase, message = job.launch_failure
+    if job.end.launch_failure is not None:
+        phase, message = job.end.launch_failure
         return LaunchError(message, phase=phase)
     if result.state.preempted and not result.ok:
         return RunPreemptedError(_preempted(job, result), result=result)
-    if job.error is not None:
-        if isinstance(job.error, NblaunchError):
-            return job.error
-        phase = _phase_of(job.error, job.state)
-        msg = f"phase '{phase}' broke: {type(job.error).__name__}: {job.error}"
-        error: BaseException = LaunchError(msg, phase=phase)
-        error.__cause__ = job.error
+    if (broke := job.error) is not None:
+        if isinstance(broke, NblaunchError):
+            return broke
+        phase = _phase_of(broke, job.state)
+        error: BaseException = LaunchError(
+            f"phase '{phase}' broke: {type(broke).__name__}: {broke}", phase=phase
+        )
+        error.__cause__ = broke
         return error
     root = result.root_cause
     if root is None:
         if result.ok:
             return None
-        return KeyboardInterrupt("the run was interrupted") if job.interrupted else _unfinished(result)
+        return KeyboardInterrupt("the run was interrupted") if job.end.interrupted else _unfinished(result)
     if root.phase in (Phase.FORK, Phase.CONNECT, Phase.PROCESS_GROUP):
         who = ranks_on([root.rank], hosts_of(result.state.ranks))
         error = LaunchError(

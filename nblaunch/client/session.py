@@ -350,8 +350,7 @@ class LiveSession:
                 f"diff: {wrong!r:.100} is not the name of a variable or attribute. Write model or model.head."
             )
             raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
-        self._wait_for_brief()
-        self._refuse_if(at_work=self.busy)
+        self._refuse_if_busy()
         with self._busy:
             self._brief = False
             chosen, token, moved = self._chosen(ranks), secrets.token_hex(8), 0
@@ -372,7 +371,7 @@ class LiveSession:
     def _answers(self, token: str, asked: Round) -> dict[int, Any]:
         """Have ranks answer a question of a comparison."""
         job = self._look("diff", asked.ranks, ask_shell, "answer_comparison", token, asked.ask)
-        outcome = self._run(job, None)
+        outcome = self._run(job)
         root = outcome.result.root_cause
         if root is not None and root.type == "builtins.LookupError":
             msg = f"diff: {root.message}"
@@ -380,43 +379,46 @@ class LiveSession:
         return dict(zip(asked.ranks, outcome.unwrap().values, strict=True))
 
     def _prepared(self, job: ClientJob) -> Perform:
-        self._wait_for_brief()
-        self._refuse_if(at_work=self.busy)
+        self._refuse_if_busy()
         return functools.partial(self._perform, job)
 
     def claim(self) -> None:
         """Take the ranks for a job in the background, on its thread; the job's end releases them."""
-        self._wait_for_brief()
-        self._refuse_if(at_work=not self._busy.acquire(blocking=False))
+        while not self._busy.acquire(blocking=False):
+            self._refuse_if_busy()
         self._brief = False
 
-    def _wait_for_brief(self) -> None:
+    def _refuse_if_busy(self) -> None:
         deadline = time.monotonic() + _BRIEF_SECONDS
         while self._brief and self.busy and time.monotonic() < deadline:
             time.sleep(0.005)
+        if self.busy:
+            raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
 
     def _perform(self, job: ClientJob, cancelled: threading.Event | None = None) -> Outcome:
         """Run a job while holding the ranks; `cancelled` is that of a job that has claimed them."""
         if cancelled is None:
-            self._wait_for_brief()
-            self._refuse_if(at_work=self.busy)
+            self._refuse_if_busy()
             # The one way to take and release a lock that no interrupt comes between.
             with self._busy:
                 self._brief = job.brief
-                return self._run(job, None)
+                return self._run(job)
         try:
             return self._run(job, cancelled)
         finally:
             self._busy.release()
 
-    def _run(self, job: ClientJob, cancelled: threading.Event | None) -> Outcome:
+    def _run(
+        self, job: ClientJob, cancelled: threading.Event | None = None, view: View | None = None
+    ) -> Outcome:
         self._chosen(job.subset)
         self._refuse_if_ended()
         if not job.look:
             self._refuse_if_held()
         if job.options is not self.options:
             job.options = with_metrics_file(job.options)
-        view = (silent if job.internal else self.watch)(job.title, job.backend)
+        view = view or (silent if job.internal else self.watch)(job.title, job.backend)
+        job.line, job.others, job.private = self._line, self._take, self.detached
         notes = [] if job.internal else self._notes
         while True:
             # Since the capture, ranks may have been replaced, and their number may have changed.
@@ -425,10 +427,15 @@ class LiveSession:
             if job.captured_for is not None:
                 self._capture_for_now(job)
             self._jobs += 1
+
+            def lost(before: int = self._losses) -> bool:
+                return self._losses != before
+
+            job.watching = lost
             job.notices = (*notices(view for view, _ in job.deliveries), *notes)
             try:
                 with self._reading:
-                    outcome = run_job(self._submitted_here(job), view, cancelled)
+                    outcome = run_job(job, view, cancelled)
             except StaleError:
                 self._look_at_events()
                 continue
@@ -453,13 +460,6 @@ class LiveSession:
             work=work,
             subset=None if ranks is None else tuple(ranks),
         )
-
-    def _submitted_here(self, job: ClientJob) -> ClientJob:
-        """Return a job that uses the session's own connection."""
-        losses = self._losses
-        job.line, job.others, job.private = self._line, self._take, self.detached
-        job.watching = lambda: self._losses != losses
-        return job
 
     def _take(self, event: object) -> None:
         """Take an event of the session."""
@@ -521,10 +521,6 @@ class LiveSession:
                 self._ended = True  # the runtime has
             finally:
                 self._reading.release()
-
-    def _refuse_if(self, *, at_work: bool) -> None:
-        if at_work:
-            raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
 
     def _refuse_if_ended(self) -> None:
         self._runtime.refuse_in_fork()
@@ -779,27 +775,19 @@ class LiveSession:
 
     def start(self) -> None:
         """Run an empty job, which begins once the ranks are ready."""
-        self._look_at_events()
-        try:
-            error = self._begin_job()
-        except StaleError:  # the ranks regrouped between the look at the events and the request
-            self._look_at_events()
-            error = self._begin_job()
-        if isinstance(error, RunFailedError):
-            msg = f"the ranks of session {self.name!r} could not be started: {error}"
-            raise LaunchError(msg, phase="job", kind=error.kind) from error
-        if error is not None:
-            raise error
-
-    def _begin_job(self) -> BaseException | None:
         job = self._job(FunctionJob(name="start"), "start")
         job.payloads, job.internal = (RankPayload(capture_call(type(None), (), {}, None)),), True
         # The timeout is for the user's jobs; starting has limits of its own.
         job.options = replace(self.options, timeout=None)
         # The wait for nodes may be long, so it is shown.
         view = SilentView() if self.options.on is None else self.watch("start", job.backend)
-        with self._busy, self._reading:
-            return run_job(self._submitted_here(job), view).error
+        with self._busy:
+            error = self._run(job, view=view).error
+        if isinstance(error, RunFailedError):
+            msg = f"the ranks of session {self.name!r} could not be started: {error}"
+            raise LaunchError(msg, phase="job", kind=error.kind) from error
+        if error is not None:
+            raise error
 
 
 def _opened(runtime: Runtime, request: wire.OpenRanks) -> tuple[ClientLine, wire.Opened]:
