@@ -277,7 +277,6 @@ def _memory(result: RunResult) -> dict[str, Any]:
 
 
 def _seen(result: RunResult) -> dict[str, Any]:
-    """Return the last metrics and the slowest step, where the run has them."""
     found: dict[str, Any] = {}
     found["metrics"] = {name: _values(by_rank) for name, by_rank in sorted(result.metrics.last.items())}
     slowest = None if result.profile is None else result.profile.slowest_step

@@ -140,7 +140,6 @@ class ClientJob:
             self.fold(Noticed(text=text))
 
     def fold(self, message: Message) -> None:
-        """Fold a message as the runtime has folded it."""
         self.state = advance(self.state, message)
 
     def take(self, event: object) -> None:
@@ -166,7 +165,6 @@ class ClientJob:
 
     @property
     def logs(self) -> Mapping[int, Mapping[int, wire.RankLogFiles]]:
-        """The log files, by attempt and rank."""
         return {attempt: {each.rank: each for each in files} for attempt, files in self.end.logs.items()}
 
 
@@ -239,7 +237,6 @@ def prepare_of(options: LaunchOptions, *, timeout: float | None = None, script: 
 
 
 def refuse_inside_rank() -> None:
-    """Raise `LaunchError` in a process that is itself a rank."""
     rank = _notebook.inside_rank()
     if rank is not None:
         msg = (
@@ -358,7 +355,6 @@ def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
 def prepare_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
 ) -> ClientJob:
-    """Place and capture a call of `fn` on fresh ranks."""
     work = function_job(fn, args)
     job = fresh_job(work.name, options)
     captured = capture_call(fn, tuple(args), dict(kwargs or {}), _notebook.namespace())
@@ -427,7 +423,6 @@ def dispatches(
 
 
 def _insight(options: LaunchOptions) -> Insight:
-    """Return what is to be seen of a job with these options."""
     return Insight(
         profile=options.profile or options.profile_steps is not None,
         profile_steps=options.profile_steps,

@@ -81,7 +81,6 @@ def collect(
 
 
 def _profile(state: RunState, log_dir: Path | None, *, wanted: bool) -> tuple[Profile | None, RunState]:
-    """Return what the ranks have recorded, and the state with its drawing."""
     if not wanted:
         return None, state
     # Not before: a run without a profile need not load this.
@@ -283,7 +282,6 @@ def error_of(job: ClientJob, result: RunResult) -> BaseException | None:
 
 
 def _preempted(job: ClientJob, result: RunResult) -> str:
-    """Return why the nodes were taken back, and which ranks ended because of it."""
     why = result.state.preempted
     if isinstance(job.error, RunPreemptedError) and str(job.error) != why:
         why = f"{why}; {job.error}"
@@ -302,7 +300,6 @@ def _unfinished(result: RunResult) -> RunFailedError:
 
 
 def _phase_of(error: BaseException, state: RunState) -> str:
-    """Return the phase in which the agent itself broke."""
     if type(error).__name__.startswith("Rendezvous"):
         return "rendezvous"
     phases = list(Phase)
@@ -338,7 +335,6 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
 
 
 def _last_measured(result: RunResult, rank: int) -> list[str]:
-    """Return what a rank that was killed used of memory, if it was measured: it cannot be asked any more."""
     used = result.ranks[rank].memory
     if used is None or used.host_now is None:
         return []

@@ -196,7 +196,6 @@ class JobWait:
             raise left_alone() from interrupt
 
     def send_interrupts(self) -> None:
-        """Send the job the interrupts that were noted."""
         # A front end that restarts or ends a kernel interrupts it just before: that is not meant for the job.
         if self._interrupts > self._sent == 0 and self._job.private and _notebook.ends_within(_END_SECONDS):
             raise StoppedWatchingError
@@ -205,7 +204,6 @@ class JobWait:
             self._sent += 1
 
     def _follow(self) -> None:
-        """Follow the job until it has ended, or is cancelled."""
         while not self._job.ended:
             self._take_all()
             self._draw()
@@ -277,7 +275,6 @@ def watch_job(job: ClientJob, snapshot: JobSnapshot, view: View) -> Outcome:
 
 
 def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
-    """Follow a job until it has ended, and return its outcome."""
     kept = KeptJob(job.ranks.runtime, job.number)
     shown = job.state
     try:
@@ -352,7 +349,6 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
 
 
 def _early(job: ClientJob, interrupt: KeyboardInterrupt | None) -> BaseException | None:
-    """Return what ended the job early: its timeout or an interrupt."""
     early = job.end.early
     if early is not None and early.timeout:
         return RunTimeoutError(early.message, hang_report=job.state.hang)

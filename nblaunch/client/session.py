@@ -67,7 +67,6 @@ _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*$")
 
 
 def silent(title: str, backend: str) -> View:  # noqa: ARG001 - as every `watch` of a session
-    """Show nothing."""
     return SilentView()
 
 
@@ -221,7 +220,6 @@ class LiveSession:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is running."""
         return self._busy.locked()
 
     # --- jobs --------------------------------------------------------------------------------------
@@ -369,7 +367,6 @@ class LiveSession:
                     raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE) from None
 
     def _answers(self, token: str, asked: Round) -> dict[int, Any]:
-        """Have ranks answer a question of a comparison."""
         job = self._look("diff", asked.ranks, ask_shell, "answer_comparison", token, asked.ask)
         outcome = self._run(job)
         root = outcome.result.root_cause
@@ -451,7 +448,6 @@ class LiveSession:
         ranks: Sequence[int] | None = None,
         options: LaunchOptions | None = None,
     ) -> ClientJob:
-        """Return a job for these ranks; `options` are a cell's own."""
         return ClientJob(
             title=title,
             options=self.options if options is None else within(self.options, options),
@@ -462,7 +458,6 @@ class LiveSession:
         )
 
     def _take(self, event: object) -> None:
-        """Take an event of the session."""
         match event:
             case wire.NamesChanged(session=self._key, names=names):
                 self._names[names.rank] = names
@@ -615,7 +610,6 @@ class LiveSession:
         self._knowledge.bound_again(names)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the variables that rank 0 has."""
         known = self._names.get(0)
         return known.names if known is not None else ()
 
@@ -718,7 +712,6 @@ class LiveSession:
             self._runtime.ask(wire.InterruptSession(session=self._key))
 
     def restart(self) -> None:
-        """Replace all ranks by new ones, without variables."""
         self._refuse_if_ended()
         self._refuse_if_held()
         with self._runtime.line() as line:
@@ -726,7 +719,6 @@ class LiveSession:
         self.start()
 
     def stacks(self) -> HangReport:
-        """Return where each rank is, and in which collective."""
         self._refuse_if_ended()
         return self._where()
 
@@ -736,7 +728,6 @@ class LiveSession:
         return looked.report
 
     def status(self) -> SessionStatus:
-        """Return what each rank is doing, and the memory that is its own."""
         if self.open:
             with self._runtime.line() as line:
                 for found in line.ask(wire.DescribeSessions(session=self._key)).sessions:

@@ -78,7 +78,6 @@ def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> w
 
 
 def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
-    """Print what a job has printed, and with `follow` what it prints until it has ended."""
     snapshot = line.ask(wire.WatchJob(job=job))
     goes_on = follow and snapshot.end is None
     if not goes_on:
@@ -112,13 +111,11 @@ class _PrintedSoFar:
     ends: dict[Stream, int] = field(default_factory=dict)
 
     def clear(self, *, wait: bool) -> None:
-        """Follow a `clear_output`."""
         self.clear_pending = wait
         if not wait:
             self.displays, self.clears = 0, self.clears + 1
 
     def begin_output(self) -> None:
-        """Follow the output that a `clear_output` has waited for."""
         if self.clear_pending:
             self.clear(wait=False)
 
@@ -136,7 +133,6 @@ class _Output:
         self._unwritten: dict[int, int] = {}
 
     def take(self, message: object) -> None:
-        """Print a folded message."""
         match message:
             case AttemptStarted(number=number):
                 self._attempt = max(number, self._attempt)

@@ -88,7 +88,6 @@ class _Outbox:
         return self._folded - (first.size if first is not None and first.folded else 0)
 
     def put(self, kind: FrameKind, number: int, body: bytes) -> _Queued:
-        """Queue a frame, and return it."""
         if not self._queue:
             self.accepted = time.monotonic()
         frame = _Queued(header(kind, number, len(body)), body, kind is FrameKind.FOLDED)
@@ -184,7 +183,6 @@ class ClientConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
         return self._socket.fileno() < 0
 
     @property
@@ -223,11 +221,9 @@ class ClientConnection:
         )
 
     def answer(self, number: int, answer: AnswerToClient) -> None:
-        """Answer request `number`."""
         self._put(FrameKind.STRUCT, number, encode(answer))
 
     def event(self, event: RuntimeEvent) -> None:
-        """Send an event."""
         self._names.clear()  # none after it stands for one before it: ranks may have other numbers
         self._put(FrameKind.EVENT, 0, encode(event))
 

@@ -54,7 +54,6 @@ class HeldNodes:
         return self._wanted == _nodes_wanted(options) and not self._over
 
     def learn(self, order: JobOrder) -> None:
-        """Take what a job that these nodes will be given needs of the notebook's own modules."""
         if order.code is not None:
             self.fleet.code.learn(order.code)
 
@@ -337,7 +336,6 @@ def new_group(
 
 
 def _ahead(local: LocalRuntime, shape: AgentSettings) -> GroupAndLogs:
-    """Start a standby group."""
     descriptors.make_room(shape.nproc)
     local.server.ensure_running()
     made = new_group(local, shape, lambda _hub, settings, _group, _directory: Connected(settings))

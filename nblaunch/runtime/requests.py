@@ -115,7 +115,6 @@ class RequestHandler:
     # --- from the connections ------------------------------------------------------------------------
 
     def handle(self, connection: ClientConnection, number: int, request: ClientRequest) -> None:
-        """Carry out a request, and answer it."""
         self._refuse_if_unused()
         served = self._methods[type(request)](connection, request)
         if callable(served):
@@ -192,7 +191,6 @@ class RequestHandler:
                 self.listen()
 
     def lost(self, connection: ClientConnection) -> None:
-        """Send nothing more to a client that is gone."""
         for number in self.jobs.leave(connection):
             self._released(number)
         pid = connection.record.pid
