@@ -490,7 +490,8 @@ class LiveSession:
         self.placement = replace(self.placement, nproc=event.world_size)
 
     def _take_giver(self, by: wire.ClientRecord | None) -> None:
-        gave, self._gives = self._gives, by is not None and _is_ours(by)
+        here = os.getpid(), platform.node()
+        gave, self._gives = self._gives, by is not None and (by.pid, by.node) == here
         self._held_by = None if self._gives else by
         if gave and not self._gives:
             self._losses += 1
@@ -800,10 +801,6 @@ def _opened(runtime: Runtime, request: wire.OpenRanks) -> tuple[ClientLine, wire
         line.close()
         raise
     return line, opened
-
-
-def _is_ours(client: wire.ClientRecord) -> bool:
-    return (client.pid, client.node) == (os.getpid(), platform.node())
 
 
 def _steps_of(name: str) -> list[str]:

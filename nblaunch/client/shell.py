@@ -234,7 +234,8 @@ class _Output:
     def _write(self, rank: int, stream: Stream, text: str) -> None:
         *lines, rest = (self._begun.pop((rank, stream), "") + text).split("\n")
         for line in lines:
-            self._print(stream, f"[rank {rank}] {_final(line)}".rstrip())
+            last = line.rstrip("\r").rpartition("\r")[2]
+            self._print(stream, f"[rank {rank}] {last}".rstrip())
         if rest:
             # Of a progress bar, which writes over its line, only the last state is kept.
             self._begun[rank, stream] = rest[rest.rstrip("\r").rfind("\r") + 1 :]
@@ -253,7 +254,3 @@ class _Output:
         ours = {Stream.STDOUT: sys.stdout, Stream.STDERR: sys.stderr}[stream]
         ours.write(f"{line}\n")
         ours.flush()
-
-
-def _final(line: str) -> str:
-    return line.rstrip("\r").rpartition("\r")[2]

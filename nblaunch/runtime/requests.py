@@ -181,7 +181,7 @@ class RequestHandler:
         """Bind the clients' sockets, in a directory that is made again if it is gone."""
         root = self._local.directory.root()
         self.connections.listen(root / "client")
-        self.connections.listen_for_notes(root / "notes", self.note)
+        self.connections.listen_for_notes(root / "notes")
 
     def listen_if_gone(self) -> None:
         """Bind them again where a cleaner of temporary directories has removed them."""
