@@ -53,6 +53,7 @@ def archives(tmp_path):
     yield archive
     for each in made:
         each.close()
+        each._disk.shutdown()  # it ends by itself; a test must not leave its thread
 
 
 @pytest.fixture
