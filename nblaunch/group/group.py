@@ -302,15 +302,10 @@ class WorkerGroup:
 
         def given() -> None:
             self.job = job
-            if job is None:
-                self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace))
-                return
-            job.logs = self._logs.begin_job(self.attempt)
-            self._feed(
-                lifecycle.JobGiven(
-                    prepare, self.settings.options.grace, job.state, job.known.internal, job.known.ending
-                )
-            )
+            if job is not None:
+                job.logs = self._logs.begin_job(self.attempt)
+            known = None if job is None else job.known
+            self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace, known))
 
         self._hub.call(given)
 
@@ -802,10 +797,9 @@ class WorkerGroup:
         """Have the agent do something, and the peers follow, or do it for the job."""
         match order:
             case Order.FINISH_JOB if job is not None:
-                job.launch_failure = self._life.launch_failure
-                self._end(job)
+                job.finish(time.time(), self._error)
             case Order.KEEP_PAYLOAD if job is not None:
-                job.whole()
+                job.payload_kept()
             case Order.FORGET_VALUES if job is not None:
                 job.release_values()
             case Order.STOP_AGENT:
@@ -826,10 +820,6 @@ class WorkerGroup:
                 self._may_end.set()
             case _:
                 pass  # it concerns a job, and there is none
-
-    def _end(self, job: Job) -> None:
-        job.error = job.error or self._error
-        job.end(time.time())
 
     def _send(self, rank: int, message: ToRank) -> None:
         if self._peers is None or not self._peers.send(rank, message):

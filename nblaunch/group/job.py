@@ -20,7 +20,6 @@ from nblaunch.capture.shared_memory import HeldPayload
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.logs import LogTail
 from nblaunch.elastic.settings import Worker
-from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import JobState
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import RankLogFiles
@@ -220,24 +219,21 @@ class RankLogs:
 
 
 class Job:
-    """A job that has been given to a group, or is about to be."""
+    """A job that has been given to a group, or is about to be; the runtime's is `RunningJob`."""
 
-    def __init__(  # noqa: PLR0913 - all that a job has
+    def __init__(
         self,
         dispatches: Mapping[int | None, Dispatch],
-        state: RunState,
+        known: JobState,
         *,
-        internal: bool = False,
         output: OutputFilter | None = None,
         directory: Callable[[], Path] = Path,
-        ending: Ending | None = None,
     ) -> None:
-        """`state` is the initial run state; the result of an `internal` job is never shown.
+        """`dispatches` are the messages to the ranks; that of None is for all that have none of their own.
 
-        `dispatches` are the messages to the ranks; that of None is for all that have none of their own.
-        `directory` names where values are held if not in memory, `ending` what may end it early.
+        `directory` names where values are held if not in memory.
         """
-        self.known = JobState(state, internal=internal, ending=ending or Ending())
+        self.known = known
         """All that its group knows of it: a snapshot."""
         self.output = output or OutputFilter()
         self.dispatch = dispatches[None]
@@ -248,18 +244,17 @@ class Job:
         self.logs: Mapping[int, Mapping[int, RankLogFiles]] = {}
         """The log files, by attempt and rank."""
         self.error: BaseException | None = None
-        self.launch_failure: tuple[str, str] | None = None
         self.late: list[str] = []
         """Warnings since the end of the job."""
-        self.asked: Callable[[Asked], None] = lambda _: None
-        """Called with each question."""
         self.listeners: list[Callable[[Message, bytes], None]] = []
         """Called with each message that has changed the state, and with its bytes."""
         self.ended = threading.Event()
-        self.when_ended: list[Callable[[], None]] = []
-        """Called once the job has ended."""
-        self.whole: Callable[[], None] = lambda: None
-        """Called when the payload is whole on every rank, before any of them begins."""
+
+    def asked(self, message: Asked) -> None:
+        """Take a rank's question to the user."""
+
+    def payload_kept(self) -> None:
+        """Know that the payload is whole on every rank, before any of them begins."""
 
     @property
     def state(self) -> RunState:
@@ -351,15 +346,12 @@ class Job:
         for listener in self.listeners:
             listener(message, raw)
 
-    def end(self, time: float) -> None:
+    def finish(self, when: float, error: BaseException | None = None) -> None:
         """End the job as it is now: its result can be made."""
-        if self.ended.is_set():
-            return
+        self.error = error
         if self.state.doing:
             self.fold(Waiting())
         if not self.state.finished:
             stopped = self.error is None or isinstance(self.error, RunPreemptedError)
-            self.fold(RunEnded(time=time, stopped=stopped))
+            self.fold(RunEnded(time=when, stopped=stopped))
         self.ended.set()
-        for act in self.when_ended:
-            act()

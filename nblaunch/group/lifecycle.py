@@ -195,6 +195,8 @@ class JobState(msgspec.Struct, frozen=True):
     """Where the ranks were then."""
     unmatched: bool = False
     """Whether these operations wait for a rank that has returned without them."""
+    launch_failure: tuple[str, str] | None = None
+    """Of a job that has ended: the phase of its group that exceeded its limit, and what happened."""
     ended: bool = False
 
     def lacks(self, world_size: int) -> bool:
@@ -426,13 +428,11 @@ class Preemption(msgspec.Struct, frozen=True):
 
 
 class JobGiven(msgspec.Struct, frozen=True):
-    """The caller gives the ranks a job, with its limits; without `run` they only become ready."""
+    """The caller gives the ranks a job, with its limits; without one they only become ready."""
 
     prepare: Prepare
     grace: float
-    run: RunState | None = None
-    internal: bool = False
-    ending: Ending = Ending()
+    job: JobState | None = None
 
 
 class Replied(msgspec.Struct, frozen=True):
@@ -974,11 +974,10 @@ class _Step:
                 if rank.node:
                     self.send(rank.rank, event.prepare)
             self.limit_process_group()
-        run = event.run
-        self.set(grace=event.grace, job=None)
-        if run is None:
+        self.set(grace=event.grace, job=event.job)
+        if event.job is None:
             return
-        self.set(job=JobState(run, internal=event.internal, ending=event.ending))
+        run = event.job.run
         self.set(interruption=state.interruption.fresh())
         if state.closed:
             self.finish()
@@ -987,7 +986,7 @@ class _Step:
         self.fold_run(GivenTo(ranks=places, attempt=state.attempt))
         if state.engine is not None:
             self.fold_run(state.engine)
-        if not event.internal:
+        if not event.job.internal:
             self.set(notes=())
             for note in state.notes:
                 self.fold_run(Noticed(text=note))
@@ -1127,7 +1126,7 @@ class _Step:
         for why in self.state.searches.keys() & {Why.INTERRUPT, Why.TIMEOUT}:
             # It counts, although the job has ended while its ranks were asked.
             self.keep_where(job, self.state.searches[why].report(job.run, remote))
-        self.set_job(ended=True, settle_at=None)
+        self.set_job(ended=True, settle_at=None, launch_failure=self.state.launch_failure)
         others = {why: each for why, each in self.state.searches.items() if why >= 0}
         self.set(interruption=self.state.interruption.over(), searches=others)
         self.act(Order.FINISH_JOB)

@@ -249,7 +249,7 @@ class RequestHandler:
             ranks.used()
 
         def begin() -> None:
-            job.logs = made.logs
+            job.private_logs = made.logs
             job.over = lambda: self._in_background(over)
             job.begin(self._hub, made.group, ranks.place.prepare)
 
@@ -294,9 +294,9 @@ class RequestHandler:
 
         On a thread of the pool.
         """
-        if look is not None and not look.finished.wait(_LOOK_SECONDS):
+        if look is not None and not look.ended.wait(_LOOK_SECONDS):
             self._hub.call(look.interrupt)
-            look.finished.wait(_LOOK_ENDS_SECONDS)
+            look.ended.wait(_LOOK_ENDS_SECONDS)
         deadline = time.monotonic() + _REGROUP_SECONDS
         while session.group.regroups and time.monotonic() < deadline:
             if session.group.closed.wait(0.01):
@@ -389,7 +389,7 @@ class RequestHandler:
             return wire.LateWarnings(texts=tuple(past.late))
         job = self._job(request.job)
         over = job.group is None or job.group.keep or job.group.closed.is_set()
-        return wire.LateWarnings(texts=tuple(job.job.late), complete=over)
+        return wire.LateWarnings(texts=tuple(job.late), complete=over)
 
     def _taken(self, connection: ClientConnection, request: wire.Taken) -> _Served:
         job = self.jobs.get(request.job)
@@ -419,13 +419,13 @@ class RequestHandler:
         job = self.jobs.forget(number)
         if job is None:
             return
-        job.release_values()
+        job.let_values_go()
         if not job.order.internal:
             self._events[number] = job.events
             while len(self._events) > _RELEASED_EVENTS:
                 self._events.pop(next(iter(self._events)))
-        if job.logs is not None:
-            self._in_background(functools.partial(remove_tree, job.logs))
+        if job.private_logs is not None:
+            self._in_background(functools.partial(remove_tree, job.private_logs))
         job.let_go()
         ended, self._ended = self._ended, []
         for session in ended:

@@ -136,13 +136,13 @@ class RuntimeSession:
             return
         running: Mapping[int, Mapping[int, RankLogFiles]] = {}
         if self.running is not None:
-            running = self.running.job.logs
+            running = self.running.logs
         # Those of a job that no rank has begun are empty.
         self.group.free_logs(next(filter(None, (*self._logs.values(), running)), {}))
 
     def _over(self, job: RunningJob, jobs: Jobs) -> None:
         if not job.order.internal:
-            self._logs[job.number] = job.job.logs
+            self._logs[job.number] = job.logs
             self.archive.add(job)
         if self.archive.get(job.number) is not None:
             jobs.forget(job.number)
@@ -185,11 +185,11 @@ class RuntimeSession:
     def close(self) -> None:
         """End the ranks and wait until they have exited."""
         job = self.running
-        if job is not None and not job.job.ended.is_set():
+        if job is not None and not job.ended.is_set():
             if self.detached:
                 job.ended_with = f"session {self.name!r} was stopped, and the job that ran with it."
             self.interrupt()
-            job.job.ended.wait(self.grace)
+            job.ended.wait(self.grace)
         self.group.post(Trigger.DISMISS)
         if not self.group.closed.wait(_CLOSE_SECONDS):
             self.group.stop()
@@ -203,11 +203,11 @@ class RuntimeSession:
         """Return what each rank is doing, and the memory that is its own."""
         members, running, giver = self.group.state, self.running, self.giver
         memory = self.group.memory()
-        ranks = {} if running is None or running.end is not None else running.job.state.ranks
-        open_questions = () if running is None else running.job.known.questions
+        ranks = {} if running is None or running.end is not None else running.state.ranks
+        open_questions = () if running is None else running.known.questions
         prompts = {each.rank: each.prompt for each in reversed(open_questions)}
         asks = {rank: f"asks {prompt!r:.60}" for rank, prompt in prompts.items()}
-        doing = running.job.state.doing if running is not None and running.end is None else ""
+        doing = running.state.doing if running is not None and running.end is None else ""
         return SessionRecord(
             session=self.key,
             name=self.name,

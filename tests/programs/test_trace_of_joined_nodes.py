@@ -28,7 +28,7 @@ from nblaunch.elastic.rendezvous import host_store
 from nblaunch.group import lifecycle
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import Order, Trigger
+from nblaunch.group.lifecycle import JobState, Order, Trigger
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Placement
@@ -77,7 +77,7 @@ class Scene:
         self._follow(self.group)
         with shared_memory.put(pickling.dumps({}), Path) as sent:
             cell = CellJob(CELL, "cell-1", "Cell In[1]", keeps_value=True)
-            self.job = Job({None: Dispatch(job=cell, payload=sent.payload)}, RunState.fresh(1))
+            self.job = Job({None: Dispatch(job=cell, payload=sent.payload)}, JobState(RunState.fresh(1)))
         self.local.hub.run(lambda: self.group.begin(self.job, prepare))
         self.group.start()
 

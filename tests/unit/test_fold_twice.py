@@ -23,7 +23,7 @@ from test_state import HISTORIES, REPORTS, folded
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Publish, Trigger
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Publish, Trigger
 from nblaunch.protocol.messages import (
     Arrived,
     Dispatch,
@@ -63,8 +63,8 @@ class Followed(Group):  # type: ignore[misc]  # a class of another test
 
     def check(self, before: GroupState, event: GroupEvent, actions: tuple[Action, ...]) -> None:
         super().check(before, event, actions)
-        if isinstance(event, life.JobGiven) and event.run is not None:
-            self.there = decode_state(encode_state(event.run))
+        if isinstance(event, life.JobGiven) and event.job is not None:
+            self.there = decode_state(encode_state(event.job.run))
         published = [isinstance(each, Publish) for each in actions]
         assert published == sorted(published, reverse=True), "others may feed what is folded later"
         for each in actions:
@@ -142,24 +142,21 @@ def test_an_exit_that_is_explained_comes_after_what_was_folded_before():
 
 @pytest.fixture
 def job():
-    return Job({None: Dispatch(job=FunctionJob(), payload=Payload(()))}, RunState.fresh(2))
+    return Job({None: Dispatch(job=FunctionJob(), payload=Payload(()))}, JobState(RunState.fresh(2)))
 
 
 REPORT = HangReport(groups=(), collectives={}, silent={0: "stack"}, finished=(1,))
 
 
 @pytest.mark.parametrize("doing", ["", "re-forming"])
-def test_a_job_is_followed_to_its_end_and_what_waits_for_the_end_comes_last(job, doing):
+def test_a_job_is_followed_to_its_end(job, doing):
     frames: list[bytes] = []
     job.notice("before anyone follows it")
     there = decode_state(encode_state(job.state))
     job.listeners.append(lambda _, raw: frames.append(raw))
-    job.when_ended.append(lambda: frames.append(b"ended" if job.ended.is_set() else b"not yet"))
     job.fold(Waiting(doing=doing))
     job.fold(LocatedAll(report=REPORT))
-    job.end(5.0)
-    job.end(6.0)
-    assert frames.pop() == b"ended"
+    job.finish(5.0)
     messages = [decode_folded(each) for each in frames]
     ends = [Waiting(), RunEnded(time=5.0)] if doing else [RunEnded(time=5.0)]
     assert messages[-len(ends) :] == ends
@@ -170,7 +167,7 @@ def test_a_job_is_followed_to_its_end_and_what_waits_for_the_end_comes_last(job,
 def test_the_last_messages_are_published_before_the_job_has_ended(job):
     seen: list[bool] = []
     job.listeners.append(lambda *_: seen.append(job.ended.is_set()))
-    job.end(5.0)
+    job.finish(5.0)
     assert seen == [False]
     assert job.ended.is_set()
 

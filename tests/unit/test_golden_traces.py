@@ -8,7 +8,7 @@ from test_lifecycle_machine import GRACE, PREPARE, Group, attempt, hello, raised
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
-from nblaunch.group.lifecycle import Action, Order, Trigger
+from nblaunch.group.lifecycle import Action, JobState, Order, Trigger
 from nblaunch.group.recovery import Send
 from nblaunch.protocol.messages import Answer, Asked, Collective, FromRank, Reached, Started, Where
 from nblaunch.protocol.state import RunState
@@ -25,7 +25,7 @@ class Traced(Group):  # type: ignore[misc]  # a class of another test
         self.lines: list[str] = []
         self.began = self.now
         ending = Ending.of(timeout, hang_after, self.now)
-        self.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2), ending=ending))
+        self.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2), ending=ending)))
         self.start(given=False).feed(*(Started(rank=rank, time=1.0) for rank in range(2)))
 
     def feed(self, *events: life.GroupEvent | FromRank) -> list[Action]:

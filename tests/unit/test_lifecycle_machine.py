@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.group import lifecycle as life
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Stage, Trigger, step
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Order, Stage, Trigger, step
 from nblaunch.group.recovery import Send
 from nblaunch.protocol.messages import (
     Abort,
@@ -136,7 +136,7 @@ class Group:
         after = self.state
         self.stages.add((before.stage, after.stage))
         if isinstance(event, life.JobGiven):
-            self.open_jobs = 1 if event.run is not None else 0
+            self.open_jobs = 1 if event.job is not None else 0
         for each in actions:
             if isinstance(each, Send | life.SendJob):
                 assert each.rank not in after.exited, f"{each} to a rank that is gone"
@@ -154,7 +154,7 @@ class Group:
     # --- shorthands ------------------------------------------------------------------------------
 
     def give(self, prepare: Prepare = PREPARE, *, internal: bool = False) -> list[Action]:
-        return self.feed(life.JobGiven(prepare, GRACE, RunState.fresh(self.size), internal))
+        return self.feed(life.JobGiven(prepare, GRACE, JobState(RunState.fresh(self.size), internal)))
 
     def fork(self, number: int = 0) -> list[Action]:
         ranks = frozenset(range(self.size))
@@ -205,7 +205,7 @@ def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_int
     said: list[GroupEvent | FromRank] = [
         *(life.Received(each) for rank in range(2) for each in (hello(rank), ready(rank))),
         life.WorkersForked(attempt(0), frozenset({0, 1})),
-        life.JobGiven(PREPARE, GRACE, RunState.fresh(2)),
+        life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2))),
     ]
     random.Random(seed).shuffle(said)
     actions = group.feed(*said)
@@ -304,7 +304,7 @@ def test_names_of_hosts_travel_once_however_many_nodes_arrive():
 def test_a_job_for_a_rank_that_no_attempt_has_any_more_ends():
     group = Group(kept=True).start()
     group.feed(life.AttemptStarting(attempt(0, 2)))
-    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (1,))))
+    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (1,)))))
     assert group.state.working is not None
     assert finished(group.feed(life.AttemptStarting(attempt(1, 1))))
 
@@ -791,7 +791,7 @@ def test_ranks_that_do_not_come_back_are_replaced():
 
 def test_a_job_that_none_of_the_lost_ranks_has_is_done_first():
     group = idle()
-    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (0,))))
+    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))))
     assert loses(group, 1) == []
     assert group.after(5) == []
     assert group.feed(returned(0)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
@@ -936,7 +936,7 @@ def test_what_has_failed_first_is_no_reason_to_end_those_that_save(kept):
 
 def test_a_job_waits_until_ranks_without_a_part_in_it_have_saved():
     group = Group(kept=True).start(given=False)
-    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (0,))), Started(rank=0, time=1.0))
+    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))), Started(rank=0, time=1.0))
     group.feed(NEAR, Preempted(rank=0), raised(0, INTERRUPTED))
     assert group.stage() is Stage.INTERRUPTED
     group.feed(Preempted(rank=1))
@@ -1040,8 +1040,7 @@ EVENTS = st.one_of(
         life.JobGiven,
         st.just(PREPARE),
         st.sampled_from([1.0, GRACE]),
-        st.sampled_from([None, RunState.fresh(2)]),
-        st.booleans(),
+        st.sampled_from([None, JobState(RunState.fresh(2)), JobState(RunState.fresh(2), internal=True)]),
     ),
     st.builds(
         life.NodeLeaving,
