@@ -53,6 +53,7 @@ from nblaunch.protocol.messages import (
     Hello,
     Measured,
     Names,
+    Noticed,
     Orders,
     Prepare,
     Printed,
@@ -374,7 +375,7 @@ class WorkerGroup:
         try:
             with usage.measuring(
                 lambda: self.here(state()),
-                lambda found: self.post(lifecycle.Observed(found)),
+                self.post,
                 wanted=wanted,
                 seen=seen,
             ):
@@ -524,11 +525,11 @@ class WorkerGroup:
 
     def said(self, message: EngineSaid) -> None:
         """Fold an engine's report about the nodes."""
-        self._feed(lifecycle.Observed(message))
+        self._feed(message)
 
     def noted(self, text: str) -> None:
         """Show a text with the next result."""
-        self._feed(lifecycle.Noted(text))
+        self._feed(Noticed(text=text))
 
     def placed(self, backend: str, device_type: str) -> None:
         """Use, for the next attempt, the backend and devices that all of its nodes have."""
@@ -550,7 +551,7 @@ class WorkerGroup:
     def rank_gone(self, exited: Exited) -> None:
         """Fold the exit of a process, on any node, after what its rank has sent."""
         self._hub.drain()
-        self._feed(lifecycle.WorkerExited(exited))
+        self._feed(exited)
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Release those of these ranks that have failed: none is still at work."""
@@ -565,12 +566,12 @@ class WorkerGroup:
 
     def node_waits(self) -> None:
         """Have a new node's ranks join the others."""
-        self._feed(lifecycle.NodeArrived())
+        self._feed(Trigger.NODE_ARRIVED)
 
     def measured(self, usages: Mapping[int, Usage]) -> None:
         """Fold a measurement of a node's ranks."""
         self._usages |= usages
-        self._feed(lifecycle.Observed(Measured(usages=dict(usages))))
+        self._feed(Measured(usages=dict(usages)))
 
     def dumped(self, rank: int, text: str) -> None:
         """Take the stack that a node dumped for a rank that does not answer."""
@@ -619,7 +620,7 @@ class WorkerGroup:
                 pass
         message = self._with_holders(message)
         self._raw = (message, data) if data is not None and message is sent else None
-        self._feed(lifecycle.Received(message))
+        self._feed(message)
         self._raw = None
 
     def _taken(self, message: Returned | Profiled) -> FromRank | None:
@@ -633,7 +634,7 @@ class WorkerGroup:
     def _observe(self, output: Iterable[Printed]) -> None:
         for printed in output:
             if self.job is not None and self.job.shows(printed):
-                self._feed(lifecycle.Observed(printed))
+                self._feed(printed)
 
     def _with_holders(self, message: FromRank) -> FromRank:
         """Add to the failure of a rank that lacked GPU memory which processes hold it."""

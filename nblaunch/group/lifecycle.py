@@ -50,8 +50,8 @@ dies, torchelastic ends the others, and the job ends with STARTING. At the lates
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias, assert_never
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -322,6 +322,8 @@ class GroupState(msgspec.Struct, frozen=True):
 
 
 # --- events --------------------------------------------------------------------------------------
+# A message is an event itself: a rank's, fed after all output that precedes it, and what the group observes:
+# output, measurements, exits, an engine's reports, notes for the next result that the user sees (`Noticed`).
 
 
 class Trigger(enum.Enum):
@@ -335,23 +337,9 @@ class Trigger(enum.Enum):
     AGENT_ENDED = "the agent has ended, and so have all ranks"
     INTERRUPT = "the user interrupts the job; the second time its ranks are ended"
     INTERRUPT_SPARING = "the job is interrupted, however often; its ranks and their variables stay"
+    NODE_ARRIVED = "a node came while other nodes have ranks; its ranks may join them"
     DISMISS = "the ranks of a group without a job may exit"
     FORGET_NOTES = "the user knows of all notes"
-
-
-Observation: TypeAlias = Printed | Measured | Noticed | Waiting | LocatedAll | EngineSaid
-
-
-class Received(msgspec.Struct, frozen=True):
-    """A message of a rank; all output that precedes it is observed."""
-
-    message: FromRank
-
-
-class Observed(msgspec.Struct, frozen=True):
-    """What the runtime itself observes: ranks' output, measurements, notices and stacks; engine reports."""
-
-    message: Observation
 
 
 class AttemptStarting(msgspec.Struct, frozen=True):
@@ -370,12 +358,6 @@ class WorkersForked(msgspec.Struct, frozen=True):
     message: AttemptStarted
     ranks: frozenset[int]
     remote: bool = False
-
-
-class WorkerExited(msgspec.Struct, frozen=True):
-    """A process is gone."""
-
-    exited: Exited
 
 
 class ExitExplained(msgspec.Struct, frozen=True):
@@ -409,10 +391,6 @@ class NodeLeaving(msgspec.Struct, frozen=True):
     address: str = ""
 
 
-class NodeArrived(msgspec.Struct, frozen=True):
-    """A node came while other nodes have ranks; its ranks may join them."""
-
-
 class PrepareChanged(msgspec.Struct, frozen=True):
     """The nodes of the next attempt are known, and with them the backend; precedes its first rank."""
 
@@ -442,12 +420,6 @@ class Replied(msgspec.Struct, frozen=True):
     answer: Answer
 
 
-class Noted(msgspec.Struct, frozen=True):
-    """A text to show with the next result that the user sees."""
-
-    text: str
-
-
 class LocateRanks(msgspec.Struct, frozen=True):
     """Somebody wants to know where the ranks are, which have `seconds` for an answer; see `RanksLocated`."""
 
@@ -461,12 +433,27 @@ class RestartAsked(msgspec.Struct, frozen=True):
     reason: str
 
 
-FromAgent: TypeAlias = (
-    AttemptStarting | WorkersForked | WorkerExited | ExitExplained | RanksStopped | StacksRead
+GroupEvent: TypeAlias = (
+    FromRank
+    | Printed
+    | Measured
+    | EngineSaid
+    | Exited
+    | Noticed
+    | AttemptStarting
+    | WorkersForked
+    | ExitExplained
+    | StacksRead
+    | RanksStopped
+    | NodeLeaving
+    | PrepareChanged
+    | Preemption
+    | JobGiven
+    | Replied
+    | LocateRanks
+    | RestartAsked
+    | Trigger
 )
-FromNodes: TypeAlias = NodeLeaving | NodeArrived | PrepareChanged | Preemption
-FromClients: TypeAlias = JobGiven | Replied | Noted | LocateRanks | RestartAsked
-GroupEvent: TypeAlias = Received | Observed | FromAgent | FromNodes | FromClients | Trigger
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -560,29 +547,8 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
     What was folded comes first: to perform the others may feed further events.
     """
     machine = _Step(state, now)
-    match event:
-        case Received(message):
-            machine.received(message)
-        case Observed(message):
-            machine.observed(message)
-        case AttemptStarting(message, kept):
-            machine.attempt_starting(message, kept)
-        case WorkersForked(message, ranks, remote):
-            machine.workers_forked(message, ranks, remote=remote)
-        case WorkerExited(exited):
-            machine.worker_exited(exited)
-        case ExitExplained(exited):
-            machine.exit_explained(exited)
-        case RanksStopped(ranks):
-            machine.ranks_stopped(ranks)
-        case NodeLeaving() | NodeArrived() | PrepareChanged() | Preemption():
-            machine.of_nodes(event)
-        case StacksRead(stacks):
-            machine.stacks_read(stacks)
-        case JobGiven() | Replied() | Noted() | LocateRanks() | RestartAsked():
-            machine.requested(event)
-        case _:
-            machine.triggered(event)
+    take = _TAKES.get(event if isinstance(event, Trigger) else type(event), _Step.received)
+    take(machine, event)
     machine.regroup_if_idle()
     return machine.state, (*machine.folded, *machine.actions)
 
@@ -613,50 +579,15 @@ class _Step:
         if rank not in self.state.exited:
             self.act(Send(rank, message))
 
-    def requested(self, request: FromClients) -> None:
-        match request:
-            case JobGiven():
-                self.job_given(request)
-            case Replied(rank, answer):
-                self.replied(rank, answer)
-            case Noted(text):
-                self.note(text)
-            case LocateRanks(number, seconds):
-                self.locate(number, seconds)
-            case RestartAsked(reason):
-                self.replace_ranks(reason)
-
-    def triggered(self, trigger: Trigger) -> None:
-        match trigger:
-            case Trigger.TICK:
-                self.tick()
-            case Trigger.DRAINED:
-                self.fold_exits(NEVER)
-            case Trigger.HUB_LOST:
-                self.act(Order.STOP_AGENT)
-            case Trigger.RANKS_ENDING:
-                self.ranks_ending()
-            case Trigger.MEMBERSHIP_CHANGING:
-                self.change_membership()
-            case Trigger.AGENT_ENDED:
-                job = self.state.job
-                self.set(closed=True)
-                self.act(CloseGroup(succeeded=job is not None and job.succeeded))
-                self.finish()
-                # No tick will come for these.
-                for why, each in self.state.searches.items():
-                    self.act(RanksLocated(why, each.report(self.state.at_work, self.state.remote)))
-                self.set(searches={})
-            case Trigger.INTERRUPT:
-                self.interrupt()
-            case Trigger.INTERRUPT_SPARING:
-                self.interrupt(sparing=True)
-            case Trigger.DISMISS:
-                self.dismiss()
-            case Trigger.FORGET_NOTES:
-                self.set(notes=())
-            case _:
-                assert_never(trigger)
+    def agent_ended(self) -> None:
+        job = self.state.job
+        self.set(closed=True)
+        self.act(CloseGroup(succeeded=job is not None and job.succeeded))
+        self.finish()
+        # No tick will come for these.
+        for why, each in self.state.searches.items():
+            self.act(RanksLocated(why, each.report(self.state.at_work, self.state.remote)))
+        self.set(searches={})
 
     def dismiss(self) -> None:
         """Let the ranks of a group without a job exit."""
@@ -671,17 +602,6 @@ class _Step:
         for rank in state.members.ranks:
             self.send(rank, Leave())
 
-    def of_nodes(self, event: FromNodes) -> None:
-        match event:
-            case NodeLeaving():
-                self.node_leaving(event)
-            case NodeArrived():
-                self.set(regroups=self.state.kept)
-            case PrepareChanged():
-                self.prepare_changed(event)
-            case Preemption():
-                self.preempt(event)
-
     # --- messages of ranks, and observations -----------------------------------------------------
 
     def received(self, message: FromRank) -> None:
@@ -690,38 +610,19 @@ class _Step:
             return  # the abort, or the membership change, is what made it fail
         if state.recovery.busy:
             self.set(recovery=state.recovery.patient(self.now, state.grace))
-        match message:
-            case Hello():
-                self.connected(message.rank)
-            case Entered(phase=Phase.READY):
-                self.set(ready=state.ready.with_rank(message.rank))
-            case Returned() | Raised() | Asked():
-                self.of_job(message)
-            case Arrived():
-                self.payload_arrived(message.rank)
-            case InterruptSeen():
-                self.set(interruption=state.interruption.seen(message, self.now))
-            case Where():
-                self.located(message)
-            case Recovered():
-                self.recovered(message)
-            case Aborted() | Finishing():
-                self.leaves(message)
-            case Preempting() | Preempted():
-                self.saves(message)
-            case _:
-                pass
+        if (heard := _HEARD.get(type(message))) is not None:
+            heard(self, message)
         self.fold(self.state.interruption.as_stopped(message))
         self.dispatch_when_ready()
 
-    def replied(self, rank: int, answer: Answer) -> None:
+    def replied(self, reply: Replied) -> None:
         job = self.state.job
         if job is not None:
-            answered = rank, answer.number
+            answered = reply.rank, reply.answer.number
             self.set_job(
                 questions=tuple(each for each in job.questions if (each.rank, each.number) != answered)
             )
-        self.send(rank, answer)
+        self.send(reply.rank, reply.answer)
 
     def of_job(self, message: Returned | Raised | Asked) -> None:
         job = self.state.working
@@ -733,24 +634,27 @@ class _Step:
             left_open = job.open or (isinstance(message, Returned) and message.open)
             self.set_job(open=left_open, called={**job.called, message.rank: message.tallies})
 
-    def connected(self, rank: int) -> None:
-        state = self.state
+    def connected(self, message: Hello) -> None:
+        state, rank = self.state, message.rank
         if state.prepare is not None and rank not in state.adopted:
             self.send(rank, replace(state.prepare, joins=True) if state.adopted else state.prepare)
         self.set(connected=state.connected.with_rank(rank))
         self.limit_process_group()
 
-    def leaves(self, message: Aborted | Finishing) -> None:
-        if isinstance(message, Aborted):
-            self.released_nccl(message.rank)
-        elif self.state.stage is Stage.LEAVING:
+    def entered(self, message: Entered) -> None:
+        if message.phase is Phase.READY:
+            self.set(ready=self.state.ready.with_rank(message.rank))
+
+    def finishing(self, _: Finishing) -> None:
+        if self.state.stage is Stage.LEAVING:
             self.act(Order.LET_FINISH)
 
-    def payload_arrived(self, rank: int) -> None:
+    def payload_arrived(self, message: Arrived) -> None:
         """Begin the job once its payload is whole on every rank; if one cannot load it, no rank keeps it."""
         job = self.state.working
         if job is None or self.state.interruption.begun or job.run.failed:
             return
+        rank = message.rank
         arrived = job.arrived.with_rank(rank) if rank in job.run.ranks else job.arrived
         self.set_job(arrived=arrived)
         if len(job.arrived) < len(arrived) == len(job.run.ranks):
@@ -772,22 +676,23 @@ class _Step:
             if job.left_open.missing <= {answer.rank}:
                 self.settle()
 
-    def observed(self, message: Observation) -> None:
-        self.fold(self.placed(message) if isinstance(message, EngineSaid) else message)
+    def measured(self, message: Measured) -> None:
+        self.fold(message)
         ranks = self.state.at_work.ranks
         # Nodes measure their own ranks.
-        if isinstance(message, Measured) and len(ranks) > 1 and self.state.some_here:
+        if len(ranks) > 1 and self.state.some_here:
             for rank in ranks.values():
                 if rank.state is State.RUNNING and rank.rank not in self.state.remote:
                     self.send(rank.rank, ReportReached())
 
-    def placed(self, said: EngineSaid) -> EngineSaid | NodesJoined:
-        """Keep an engine's report; return what there is to say of it."""
+    def engine_said(self, said: EngineSaid) -> None:
+        """Keep an engine's report; fold what is new in it."""
         before = self.state.engine
         self.set(engine=said)
         if before is None or replace(before, state=said.state, joined=said.joined) != said:
-            return said
-        return NodesJoined(state=said.state, joined=said.joined)
+            self.fold(said)
+        else:
+            self.fold(NodesJoined(state=said.state, joined=said.joined))
 
     def fold_run(self, message: Message) -> bool:
         """Fold a message into the job; return whether that changes anything. Nothing else changes its run."""
@@ -833,8 +738,8 @@ class _Step:
         self.set(sends, searches={**state.searches, why: search})
         self.search_on()
 
-    def stacks_read(self, stacks: Mapping[int, str]) -> None:
-        self.set(searches={why: each.with_stacks(stacks) for why, each in self.state.searches.items()})
+    def stacks_read(self, read: StacksRead) -> None:
+        self.set(searches={why: each.with_stacks(read.stacks) for why, each in self.state.searches.items()})
         self.search_on()
 
     def search_on(self) -> None:
@@ -869,7 +774,8 @@ class _Step:
 
     # --- an attempt begins -----------------------------------------------------------------------
 
-    def attempt_starting(self, message: AttemptStarted, kept: Mapping[int, int] | None) -> None:
+    def attempt_starting(self, event: AttemptStarting) -> None:
+        message, kept = event.message, event.kept
         if message.number < self.state.attempt or self.state.closed:
             return
         adopted = RankSet(kept or ())
@@ -907,8 +813,8 @@ class _Step:
             self.act(Order.FORGET_VALUES)
         self.fold(message)
 
-    def workers_forked(self, message: AttemptStarted, ranks: frozenset[int], *, remote: bool) -> None:
-        state = self.state
+    def workers_forked(self, event: WorkersForked) -> None:
+        state, message, ranks, remote = self.state, event.message, event.ranks, event.remote
         if message.number != state.attempt or state.closed:
             return
         self.set(forked=state.forked | ranks, remote=state.remote | ranks if remote else state.remote)
@@ -1429,9 +1335,9 @@ class _Step:
             if not self.state.holding:
                 self.act(Order.END_RANKS)
 
-    def ranks_stopped(self, ranks: frozenset[int] | None) -> None:
+    def ranks_stopped(self, event: RanksStopped) -> None:
         here = self.state.members.ranks.keys() - self.state.remote
-        self.send_leave(here if ranks is None else ranks)
+        self.send_leave(here if event.ranks is None else event.ranks)
 
     def send_leave(self, ranks: Collection[int]) -> None:
         job = self.state.job
@@ -1491,6 +1397,56 @@ class _Step:
     def change_membership(self) -> None:
         self.set(changing=True, deadline=NEVER)
         self.set_job(settle_at=None)
+
+
+_TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
+    Trigger.TICK: lambda step, _: step.tick(),
+    Trigger.DRAINED: lambda step, _: step.fold_exits(NEVER),
+    Trigger.HUB_LOST: lambda step, _: step.act(Order.STOP_AGENT),
+    Trigger.RANKS_ENDING: lambda step, _: step.ranks_ending(),
+    Trigger.MEMBERSHIP_CHANGING: lambda step, _: step.change_membership(),
+    Trigger.AGENT_ENDED: lambda step, _: step.agent_ended(),
+    Trigger.INTERRUPT: lambda step, _: step.interrupt(),
+    Trigger.INTERRUPT_SPARING: lambda step, _: step.interrupt(sparing=True),
+    Trigger.NODE_ARRIVED: lambda step, _: step.set(regroups=step.state.kept),
+    Trigger.DISMISS: lambda step, _: step.dismiss(),
+    Trigger.FORGET_NOTES: lambda step, _: step.set(notes=()),
+    Printed: _Step.fold,
+    Measured: _Step.measured,
+    EngineSaid: _Step.engine_said,
+    Noticed: lambda step, noticed: step.note(noticed.text),
+    Exited: _Step.worker_exited,
+    ExitExplained: lambda step, explained: step.exit_explained(explained.exited),
+    AttemptStarting: _Step.attempt_starting,
+    WorkersForked: _Step.workers_forked,
+    RanksStopped: _Step.ranks_stopped,
+    StacksRead: _Step.stacks_read,
+    NodeLeaving: _Step.node_leaving,
+    PrepareChanged: _Step.prepare_changed,
+    Preemption: _Step.preempt,
+    JobGiven: _Step.job_given,
+    Replied: _Step.replied,
+    LocateRanks: lambda step, request: step.locate(request.number, request.seconds),
+    RestartAsked: lambda step, request: step.replace_ranks(request.reason),
+}
+"""What each event does; all others are messages of ranks: `_Step.received`."""
+
+_HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
+    Hello: _Step.connected,
+    Entered: _Step.entered,
+    Returned: _Step.of_job,
+    Raised: _Step.of_job,
+    Asked: _Step.of_job,
+    Arrived: _Step.payload_arrived,
+    InterruptSeen: lambda step, seen: step.set(interruption=step.state.interruption.seen(seen, step.now)),
+    Where: _Step.located,
+    Recovered: _Step.recovered,
+    Aborted: lambda step, message: step.released_nccl(message.rank),
+    Finishing: _Step.finishing,
+    Preempting: _Step.saves,
+    Preempted: _Step.saves,
+}
+"""What a message of a rank does, besides being folded."""
 
 
 def _gone_on(kept: Mapping[int, int], world_size: int) -> str:

@@ -32,7 +32,7 @@ from nblaunch.group.lifecycle import JobState, Order, Trigger
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Placement
-from nblaunch.protocol.messages import CellJob, Dispatch
+from nblaunch.protocol.messages import CellJob, Dispatch, Exited
 from nblaunch.protocol.state import RunState
 from nblaunch.runtime import launch
 
@@ -140,7 +140,7 @@ def _told(event: Any) -> str:
             return f"attempt {message.number} of {message.world_size}: {message.reason}"
         case lifecycle.WorkersForked(ranks=ranks, remote=remote) if ranks:
             return f"forked {'there' if remote else 'here'}"
-        case lifecycle.WorkerExited(exited=exited):
+        case Exited() as exited:
             lost = " with its node" if "lost with its node" in exited.reason else ""
             return f"exited{lost}, {'' if exited.expected else 'not '}expected"
         case lifecycle.NodeLeaving(asked=asked, enough=enough, ranks=ranks):

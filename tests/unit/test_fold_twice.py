@@ -19,7 +19,7 @@ from test_lifecycle_machine import (
     raised,
 )
 from test_properties import HOSTILE, run_that_says
-from test_state import HISTORIES, REPORTS, folded
+from test_state import HISTORIES, folded
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.job import Job
@@ -79,10 +79,8 @@ class Followed(Group):  # type: ignore[misc]  # a class of another test
 
 
 SEEN = st.one_of(
-    st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=ANY_TEXT).map(life.Observed),
-    st.builds(Waiting, ranks=st.dictionaries(RANKS, ANY_TEXT, max_size=2), doing=ANY_TEXT).map(life.Observed),
-    st.builds(LocatedAll, report=REPORTS).map(life.Observed),
-    st.builds(Displayed, rank=RANKS, data=st.just({"image/png": "aGk="})).map(life.Received),
+    st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=ANY_TEXT),
+    st.builds(Displayed, rank=RANKS, data=st.just({"image/png": "aGk="})),
 )
 
 
@@ -114,7 +112,7 @@ def test_both_folds_are_equal_from_the_first_fork_to_the_end(chance, kept, size)
 
 def test_a_job_that_is_given_to_ranks_which_run_already_is_followed_from_there():
     group = Followed(kept=True).start(1, given=False)
-    group.feed(life.Noted("known before"), life.JobGiven(PREPARE, 1.0))
+    group.feed(Noticed(text="known before"), life.JobGiven(PREPARE, 1.0))
     group.give()
     assert group.there.attempt.number == 1
     assert [rank.pid for rank in group.there.ranks.values()] == [10, 11]
@@ -131,7 +129,7 @@ def test_what_is_of_interest_to_the_group_only_is_not_published():
 def test_an_exit_that_is_explained_comes_after_what_was_folded_before():
     """The group feeds the explanation while it performs the actions of the step that has asked for it."""
     group = Followed(kept=True).start()
-    group.feed(life.WorkerExited(exited(1)), raised(0), life.RestartAsked("a restart"))
+    group.feed(exited(1), raised(0), life.RestartAsked("a restart"))
     group.now += 1
     group.feed(Trigger.TICK)
     assert group.there.failed

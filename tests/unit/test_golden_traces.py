@@ -10,7 +10,7 @@ from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import Action, JobState, Order, Trigger
 from nblaunch.group.recovery import Send
-from nblaunch.protocol.messages import Answer, Asked, Collective, FromRank, Reached, Started, Where
+from nblaunch.protocol.messages import Answer, Asked, Collective, Reached, Started, Where
 from nblaunch.protocol.state import RunState
 
 KEYBOARD = "builtins.KeyboardInterrupt"
@@ -28,7 +28,7 @@ class Traced(Group):  # type: ignore[misc]  # a class of another test
         self.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2), ending=ending)))
         self.start(given=False).feed(*(Started(rank=rank, time=1.0) for rank in range(2)))
 
-    def feed(self, *events: life.GroupEvent | FromRank) -> list[Action]:
+    def feed(self, *events: life.GroupEvent) -> list[Action]:
         actions: list[Action] = super().feed(*events)
         for each in actions:
             what = type(each.message).__name__ if isinstance(each, Send) else str(getattr(each, "name", each))
