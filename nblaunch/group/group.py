@@ -36,8 +36,8 @@ from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group import lifecycle, usage
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job, RankLogs
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Publish, Trigger, step
-from nblaunch.group.recovery import Send
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Publish, Trigger, step
+from nblaunch.group.machine import LocateRanks, Order, Send
 from nblaunch.group.stacks import ExitReasons, stacks_of_silent
 from nblaunch.group.usage import SeenGpus, alive
 from nblaunch.protocol.client import Event, RankLogFiles
@@ -329,7 +329,7 @@ class WorkerGroup:
         def ask() -> None:
             self._looks_asked += 1
             self._who_looks[self._looks_asked] = take
-            self._feed(lifecycle.LocateRanks(self._looks_asked, seconds))
+            self._feed(LocateRanks(self._looks_asked, seconds))
 
         self._hub.call(ask)
         looked.wait(2 * seconds + _LOOK_SECONDS)

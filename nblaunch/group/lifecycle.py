@@ -50,6 +50,7 @@ dies, torchelastic ends the others, and the job ends with STARTING. At the lates
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
@@ -57,19 +58,11 @@ import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose import hang
-from nblaunch.group.ending import (
-    ANSWER_SECONDS,
-    ASK_SECONDS,
-    END_SECONDS,
-    NEVER,
-    Ending,
-    LateRanks,
-    Why,
-    overdue,
-)
+from nblaunch.group.ending import NEVER, Ending, EndingStep, Interruption, Situation, Why
 from nblaunch.group.fitness import Tallies, uneven
 from nblaunch.group.locating import Locating
-from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
+from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
+from nblaunch.group.recovery import Recovery
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
@@ -180,8 +173,6 @@ class JobState(msgspec.Struct, frozen=True):
     arrived: RankSet = RankSet()
     """Ranks on which all of the payload has arrived."""
     ending: Ending = Ending()
-    interrupted: bool = False
-    """Whether its ranks have been interrupted: by the user, or kept ones after the timeout."""
     questions: tuple[Asked, ...] = ()
     """Questions of its ranks to the user, the oldest first."""
     settle_at: float | None = None
@@ -420,19 +411,6 @@ class Replied(msgspec.Struct, frozen=True):
     answer: Answer
 
 
-class LocateRanks(msgspec.Struct, frozen=True):
-    """Somebody wants to know where the ranks are, which have `seconds` for an answer; see `RanksLocated`."""
-
-    number: int
-    seconds: float
-
-
-class RestartAsked(msgspec.Struct, frozen=True):
-    """The ranks of a kept group are to be replaced."""
-
-    reason: str
-
-
 GroupEvent: TypeAlias = (
     FromRank
     | Printed
@@ -457,21 +435,6 @@ GroupEvent: TypeAlias = (
 
 
 # --- actions -------------------------------------------------------------------------------------
-
-
-class Order(enum.Enum):
-    """An action without fields."""
-
-    STOP_AGENT = "end the ranks, and the agent with them"
-    RESTART_AGENT = "end the ranks, and start others"
-    REJOIN_NODES = "have the nodes repeat the rendezvous"
-    REGROUP_NODES = "form the group again from the remaining ranks and those of new nodes"
-    SKIP_GRACE = "kill ranks that are being ended"
-    END_RANKS = "no rank is inside NCCL any more: the agent may end them"
-    KEEP_PAYLOAD = "remember that the whole payload is on every rank"
-    LET_FINISH = "wait for released ranks as long as they work: each ends as a script does"
-    FINISH_JOB = "end the job: its result can be made"
-    FORGET_VALUES = "release the values of this attempt: the next one begins the job again"
 
 
 class Publish(msgspec.Struct, frozen=True):
@@ -553,31 +516,23 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
     return machine.state, (*machine.folded, *machine.actions)
 
 
-class _Step:
+class _Step(Machine[GroupState, Action]):
     """One step: the state as it changes, and the actions that follow."""
 
     def __init__(self, state: GroupState, now: float) -> None:
-        self.state = state
-        self.now = now
+        super().__init__(state, now)
         self.folded: list[Publish] = []
-        self.actions: list[Action] = []
 
     def act(self, *actions: Action) -> None:
-        self.actions += actions
-
-    def set(self, sends: Sends = (), /, **changes: Any) -> None:
-        """Change the state, and send these messages."""
-        self.state = replace(self.state, **changes)
-        for each in sends:
-            self.send(each.rank, each.message)
+        gone = self.state.exited
+        self.actions += (each for each in actions if not isinstance(each, Send) or each.rank not in gone)
 
     def set_job(self, sends: Sends = (), /, **changes: Any) -> None:
         if self.state.job is not None:
             self.set(sends, job=replace(self.state.job, **changes))
 
     def send(self, rank: int, message: ToRank) -> None:
-        if rank not in self.state.exited:
-            self.act(Send(rank, message))
+        self.act(Send(rank, message))
 
     def agent_ended(self) -> None:
         job = self.state.job
@@ -728,8 +683,9 @@ class _Step:
 
     # --- where the ranks are ---------------------------------------------------------------------
 
-    def locate(self, why: int, seconds: float, ranks: Collection[int] | None = None) -> None:
-        """Ask ranks that are at work where they are, None for all."""
+    def locate(self, request: LocateRanks) -> None:
+        """Ask ranks that are at work where they are."""
+        why, seconds, ranks = request.number, request.seconds, request.ranks
         state = self.state
         known = () if state.closed else state.at_work.ranks.values()
         at_work = (rank.rank for rank in known if rank.node and not rank.state.final)
@@ -759,18 +715,10 @@ class _Step:
 
     def located_all(self, why: int, report: HangReport, asked: float) -> None:
         self.set(searches={other: each for other, each in self.state.searches.items() if other != why})
-        job = self.state.working
-        if job is None or why >= 0:
+        if why >= 0:
             self.act(RanksLocated(why, report))
-        elif why == Why.HANG:
-            self.look_for_hang(job, report, asked)
-        elif why == Why.LATE:
-            self.show_late(job, report, asked)
-        elif why == Why.IMPORTS:
-            self.break_off_imports(job, report)
         else:
-            self.keep_where(job, report)
-            self.tell_ranks()
+            self.end_early(lambda ending: ending.located(why, report, asked))
 
     # --- an attempt begins -----------------------------------------------------------------------
 
@@ -807,9 +755,7 @@ class _Step:
         if self.state.kept and gone:
             self.finish()
         elif job is not None:
-            self.set(
-                job=JobState(job.run, internal=job.internal, ending=job.ending, interrupted=job.interrupted)
-            )
+            self.set(job=JobState(job.run, internal=job.internal, ending=job.ending))
             self.act(Order.FORGET_VALUES)
         self.fold(message)
 
@@ -935,12 +881,8 @@ class _Step:
         job = self.state.working
         if job is not None and job.settle_at is not None and now >= job.settle_at:
             self.settle()
-        state = self.state
-        interruption, sends = state.interruption.tick(state.at_work, self.present(), now)
-        self.set(sends, interruption=interruption)
-        self.press()
         self.search_on()
-        self.watch()
+        self.end_early(EndingStep.tick)
         recovery, sends = self.state.recovery.tick(now)
         self.set(sends, recovery=recovery)
         if recovery.takes_long(now):
@@ -983,7 +925,7 @@ class _Step:
         elif not job.run.finished:
             # A peer of the ranks that are still at work has given up, and so do they.
             if not state.interruption.begun:
-                self.begin_interruption()
+                self.end_early(EndingStep.begin_interruption)
         else:
             self.set_job(settled=True)
             if job.succeeded and not uneven(job.called, self.present().ranks):
@@ -1031,137 +973,12 @@ class _Step:
             return
         for why in self.state.searches.keys() & {Why.INTERRUPT, Why.TIMEOUT}:
             # It counts, although the job has ended while its ranks were asked.
-            self.keep_where(job, self.state.searches[why].report(job.run, remote))
+            report = self.state.searches[why].report(job.run, remote)
+            self.end_early(functools.partial(EndingStep.keep_where, report=report))
         self.set_job(ended=True, settle_at=None, launch_failure=self.state.launch_failure)
         others = {why: each for why, each in self.state.searches.items() if why >= 0}
         self.set(interruption=self.state.interruption.over(), searches=others)
         self.act(Order.FINISH_JOB)
-
-    # --- a job that does not end by itself -------------------------------------------------------
-
-    def set_ending(self, **changes: Any) -> None:
-        job = self.state.job
-        if job is not None:
-            self.set_job(ending=replace(job.ending, **changes))
-
-    def watch(self) -> None:
-        """Do what is due for a job that takes a while."""
-        job, now = self.state.working, self.now
-        if job is None:
-            return
-        # Time spent in a prompt or in an engine's queue counts for no limit.
-        ending, pauses = job.ending, bool(job.questions) or job.run.awaits_nodes
-        if pauses or ending.paused_at is not None:
-            ending = ending.paused(now, goes_on=pauses)
-            self.set_job(ending=ending)
-        if now >= ending.give_up_at:
-            self.finish()
-        elif now >= ending.skip_at:
-            self.skip_grace()
-        elif now >= ending.deadline and not ending.begun:
-            self.set_ending(begun=True, timed_out=True)
-            self.locate(Why.TIMEOUT, ANSWER_SECONDS)
-        elif now >= ending.deadline and ending.told and not ending.interrupts:
-            # An interrupt that spares the ranks has told them to end, and does not wait for ever either.
-            self.set_ending(timed_out=True)
-        elif not ending.begun and ending.hang.due(now) and Why.HANG not in self.state.searches:
-            self.locate(Why.HANG, ANSWER_SECONDS)
-        if self.state.working is not None:
-            self.look_for_late(self.state.working)
-
-    def look_for_hang(self, job: JobState, report: HangReport, asked: float) -> None:
-        hang_watch, hangs = job.ending.hang.hangs(report, asked)
-        self.set_ending(hang=hang_watch)
-        if hangs:
-            self.fold(LocatedAll(report=report))
-            self.fold(Noticed(text=f"nothing heard for {hang_watch.seconds:g} s\n{report}"))
-
-    def look_for_late(self, job: JobState) -> None:
-        """Find out where interrupted ranks are that do not end, unless that was done a moment ago."""
-        state, shown = self.state, job.ending.late
-        # Fresh ranks have the grace period, and no longer.
-        waits = not state.replacing and (state.kept or not job.ending.begun)
-        if not waits or self.now < shown.look_at or Why.LATE in state.searches:
-            return
-        late = overdue(state.interruption.waited_for, self.now)
-        if late or shown.ranks:
-            self.locate(Why.LATE, ASK_SECONDS, late)
-
-    def show_late(self, job: JobState, report: HangReport, asked: float) -> None:
-        state = self.state
-        late = LateRanks.of(state.interruption.waited_for, report, asked, self.now)
-        self.set_ending(late=late)
-        self.fold(Waiting(ranks=dict(late.ranks)))
-        stopped = [rank for rank, seconds in late.stopped.items() if seconds > state.grace]
-        if job.ending.timed_out and stopped and not state.replacing:
-            # There may be nobody to continue it, and it is not in the middle of anything.
-            self.replace_ranks(f"{format_ranks(stopped)} could not be interrupted: stopped by SIGSTOP")
-
-    def interrupt(self, *, sparing: bool = False) -> None:
-        """Interrupt the job for the user, or `sparing` its ranks whatever came before."""
-        job = self.state.working
-        if job is None:
-            return
-        interrupts = job.ending.interrupts + (not sparing)
-        self.set_ending(interrupts=interrupts)
-        if not job.ending.begun:
-            self.set_ending(begun=True, noticed=len(job.run.notices))
-            self.locate(Why.INTERRUPT, ASK_SECONDS)
-        elif job.ending.told:
-            if not sparing and (interrupts > 1 or job.ending.timed_out):
-                self.interrupt_again()
-            else:
-                self.begin_interruption()
-
-    def keep_where(self, job: JobState, report: HangReport) -> None:
-        """Keep where the ranks were that are about to be told to end, or have just ended."""
-        if job.run.awaits_nodes:
-            self.set_ending(where=job.run.where)
-        else:
-            self.set_ending(where=report.summary or job.run.where, findings=report.findings)
-            self.fold_run(LocatedAll(report=report))
-
-    def tell_ranks(self) -> None:
-        """Have the ranks end the job, which the user has interrupted, or which has timed out."""
-        job, kept, stops = self.state.working, self.state.kept, self.now + self.state.grace
-        if job is None:
-            return
-        timed_out = job.ending.timed_out
-        if timed_out and not kept:
-            self.set_ending(told=True, give_up_at=stops + END_SECONDS)
-            self.act(Order.STOP_AGENT)
-            return
-        self.set_ending(told=True, skip_at=NEVER if kept else stops)
-        self.set_job(interrupted=True)
-        self.begin_interruption()
-        if not job.dispatched or job.settled:
-            if kept:
-                self.finish()
-            else:
-                # Nothing of the user's runs yet, or only what a rank that has failed does at its end.
-                self.act(Order.STOP_AGENT)
-        if job.ending.interrupts > 1 and not timed_out:
-            self.interrupt_again()  # it came while the ranks were asked
-
-    def interrupt_again(self) -> None:
-        """Break off imports of kept ranks, which costs no variable; else wait no longer."""
-        job, kept = self.state.working, self.state.kept
-        if job is None or (kept and job.ending.skipped) or Why.IMPORTS in self.state.searches:
-            return
-        if kept and not (job.ending.timed_out or job.ending.broken_off):
-            self.locate(Why.IMPORTS, ASK_SECONDS, self.state.interruption.waited_for)
-        elif kept or not job.ending.timed_out:
-            self.skip_grace()
-
-    def break_off_imports(self, job: JobState, report: HangReport) -> None:
-        late = self.state.interruption.waited_for.keys()
-        importing = {rank for group in report.groups if group.importing for rank in group.ranks}
-        if not late or not late <= importing or job.ending.interrupts > 2:  # noqa: PLR2004 - a third came
-            self.skip_grace()
-            return
-        interruption, sends = self.state.interruption.at_once()
-        self.set(sends, interruption=interruption)
-        self.set_ending(broken_off=True)
 
     # --- interrupts, recovery, replacement -------------------------------------------------------
 
@@ -1183,7 +1000,7 @@ class _Step:
         self.set(unfolded=awaited)
         self.fold_run(RunPreempted(why=event.why))
         if event.seconds is not None:
-            self.begin_interruption()
+            self.end_early(EndingStep.begin_interruption)
 
     def saves(self, message: Preempting | Preempted) -> None:
         if isinstance(message, Preempting):
@@ -1199,44 +1016,40 @@ class _Step:
         if self.state.preempted and job is not None and job.run.finished:
             self.settle()
 
-    def begin_interruption(self) -> None:
-        interruption, sends = self.state.interruption.begin(self.state.at_work, self.now)
-        self.set(sends, interruption=interruption)
-
-    def skip_grace(self) -> None:
-        """Wait for the ranks of the job no longer."""
-        job, state = self.state.working, self.state
+    def end_early(self, decide: Callable[[EndingStep], None]) -> None:
+        """Have the job end early as the machine for that decides, and do what follows."""
+        state, job = self.state, self.state.working
         if job is None:
             return
-        lost = format_ranks(state.members.ranks) if state.kept else ""
-        give_up_at = min(job.ending.give_up_at, self.now + state.grace + END_SECONDS)
-        self.set_ending(skipped=True, skip_at=NEVER, give_up_at=give_up_at, lost=lost)
-        self.act(Order.SKIP_GRACE)
-        waited_for = self.state.interruption.waited_for
-        if not self.state.kept:
-            self.act(Order.STOP_AGENT)
-        elif waited_for:
-            self.replace_ranks(f"{format_ranks(waited_for)} had not ended when the job was interrupted again")
-        else:
-            self.replace_ranks("it was interrupted twice")
-
-    def press(self) -> None:
-        """Replace kept ranks that have seen the interrupt twice and go on with their job."""
-        state, job, now = self.state, self.state.working, self.now
-        if not (state.kept or state.preempted) or job is None or not job.dispatched:
-            return
-        interruption, sends = state.interruption.press(now, state.grace)
-        self.set(sends, interruption=interruption)
-        if state.replacing or not state.kept:
-            return
-        if unfreed := interruption.unfreed(now):
-            self.replace_ranks(
-                f"{format_ranks(unfreed)} could not be freed: NCCL did not abort its collective"
-            )
-        elif deaf := interruption.deaf(now):
-            self.replace_ranks(
-                f"{format_ranks(deaf)} went on after two interrupts, --grace {state.grace:g} s apart"
-            )
+        situation = Situation(
+            run=job.run,
+            members=state.members,
+            present=self.present(),
+            kept=state.kept,
+            grace=state.grace,
+            dispatched=job.dispatched,
+            settled=job.settled,
+            asks=bool(job.questions),
+            preempted=state.preempted,
+            replacing=state.replacing,
+            searches=state.searches.keys(),
+        )
+        step = EndingStep(job.ending, state.interruption, situation, self.now)
+        decide(step)
+        self.set(interruption=step.interruption)
+        self.set_job(ending=step.state)
+        for each in step.actions:
+            match each:
+                case LocateRanks():
+                    self.locate(each)
+                case RestartAsked(reason):
+                    self.replace_ranks(reason)
+                case Order.FINISH_JOB:
+                    self.finish()
+                case Order() | Send():
+                    self.act(each)
+                case _:
+                    self.fold(each)
 
     def recovered(self, message: Recovered) -> None:
         recovery, outcome = self.state.recovery.recovered(message)
@@ -1406,8 +1219,10 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
     Trigger.RANKS_ENDING: lambda step, _: step.ranks_ending(),
     Trigger.MEMBERSHIP_CHANGING: lambda step, _: step.change_membership(),
     Trigger.AGENT_ENDED: lambda step, _: step.agent_ended(),
-    Trigger.INTERRUPT: lambda step, _: step.interrupt(),
-    Trigger.INTERRUPT_SPARING: lambda step, _: step.interrupt(sparing=True),
+    Trigger.INTERRUPT: lambda step, _: step.end_early(EndingStep.interrupt),
+    Trigger.INTERRUPT_SPARING: lambda step, _: step.end_early(
+        functools.partial(EndingStep.interrupt, sparing=True)
+    ),
     Trigger.NODE_ARRIVED: lambda step, _: step.set(regroups=step.state.kept),
     Trigger.DISMISS: lambda step, _: step.dismiss(),
     Trigger.FORGET_NOTES: lambda step, _: step.set(notes=()),
@@ -1426,7 +1241,7 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
     Preemption: _Step.preempt,
     JobGiven: _Step.job_given,
     Replied: _Step.replied,
-    LocateRanks: lambda step, request: step.locate(request.number, request.seconds),
+    LocateRanks: _Step.locate,
     RestartAsked: lambda step, request: step.replace_ranks(request.reason),
 }
 """What each event does; all others are messages of ranks: `_Step.received`."""

@@ -158,8 +158,8 @@ class RunningJob(Job):
 
     def _give_up(self) -> None:
         known = self.known
-        ending = replace(known.ending, begun=True, where=self.state.where)
-        self.known = replace(known, interrupted=True, ending=ending)
+        ending = replace(known.ending, begun=True, interrupted=True, where=self.state.where)
+        self.known = replace(known, ending=ending)
         self.finish(time.time())
 
     def interrupt(self, *, sparing: bool = False) -> None:
@@ -214,7 +214,7 @@ class RunningJob(Job):
         self.end = JobEnd(
             error=None if error is None else ErrorRecord.of(error),
             launch_failure=self.known.launch_failure,
-            interrupted=self.known.interrupted,
+            interrupted=self.known.ending.interrupted,
             early=early,
             logs={attempt: tuple(ranks.values()) for attempt, ranks in self.logs.items()},
             log_dir="" if group is None else str(own_directory(self, group.settings) or ""),

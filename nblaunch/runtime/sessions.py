@@ -17,7 +17,8 @@ from nblaunch._help import FailureKind
 from nblaunch._results import held_by
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.hub import Hub
-from nblaunch.group.lifecycle import RestartAsked, Trigger
+from nblaunch.group.lifecycle import Trigger
+from nblaunch.group.machine import RestartAsked
 from nblaunch.group.standby import GroupAndLogs
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import (

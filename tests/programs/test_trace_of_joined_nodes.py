@@ -28,7 +28,8 @@ from nblaunch.elastic.rendezvous import host_store
 from nblaunch.group import lifecycle
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import JobState, Order, Trigger
+from nblaunch.group.lifecycle import JobState, Trigger
+from nblaunch.group.machine import Order
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Placement

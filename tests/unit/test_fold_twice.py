@@ -24,6 +24,7 @@ from test_state import HISTORIES, folded
 from nblaunch.group import lifecycle as life
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Publish, Trigger
+from nblaunch.group.machine import RestartAsked
 from nblaunch.protocol.messages import (
     Arrived,
     Dispatch,
@@ -129,7 +130,7 @@ def test_what_is_of_interest_to_the_group_only_is_not_published():
 def test_an_exit_that_is_explained_comes_after_what_was_folded_before():
     """The group feeds the explanation while it performs the actions of the step that has asked for it."""
     group = Followed(kept=True).start()
-    group.feed(exited(1), raised(0), life.RestartAsked("a restart"))
+    group.feed(exited(1), raised(0), RestartAsked("a restart"))
     group.now += 1
     group.feed(Trigger.TICK)
     assert group.there.failed

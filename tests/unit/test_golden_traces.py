@@ -8,8 +8,8 @@ from test_lifecycle_machine import GRACE, PREPARE, Group, attempt, hello, raised
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
-from nblaunch.group.lifecycle import Action, JobState, Order, Trigger
-from nblaunch.group.recovery import Send
+from nblaunch.group.lifecycle import Action, JobState, Trigger
+from nblaunch.group.machine import LocateRanks, Order, Send
 from nblaunch.protocol.messages import Answer, Asked, Collective, Reached, Started, Where
 from nblaunch.protocol.state import RunState
 
@@ -211,14 +211,14 @@ def test_a_job_that_an_interrupt_spares_times_out_all_the_same():
 
 def test_who_looks_at_a_group_that_ends_has_an_answer_at_once():
     group = Traced(kept=True)
-    group.feed(life.LocateRanks(3, 1.0), Trigger.DRAINED, Trigger.AGENT_ENDED)
+    group.feed(LocateRanks(3, 1.0), Trigger.DRAINED, Trigger.AGENT_ENDED)
     assert group.trace().endswith("0.0 RanksLocated")
 
 
 def test_no_stack_is_read_of_a_process_that_has_not_said_hello():
     """The signal for it would end a process that does not handle it yet."""
     group = Traced(kept=True)
-    group.feed(life.LocateRanks(3, 1.0))
+    group.feed(LocateRanks(3, 1.0))
     starting = msgspec.structs.replace(attempt(1), pids={0: 10, 1: 11})
     group.feed(life.AttemptStarting(starting), life.WorkersForked(starting, frozenset({0, 1})))
     group.feed(hello(0, attempt=1))

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.group import lifecycle as life
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Order, Stage, Trigger, step
-from nblaunch.group.recovery import Send
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Stage, Trigger, step
+from nblaunch.group.machine import LocateRanks, Order, RestartAsked, Send
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
@@ -920,7 +920,7 @@ def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(kept):
         assert finished(group.feed(Trigger.AGENT_ENDED))
     assert group.state.job is not None
     assert (group.state.job.run.preempted, group.state.job.run.summary) == (NEAR.why, State.PREEMPTED)
-    assert not group.state.job.interrupted, "no user has done it"
+    assert not group.state.job.ending.interrupted, "no user has done it"
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -1069,9 +1069,9 @@ EVENTS = st.one_of(
             Trigger.FORGET_NOTES,
             Trigger.INTERRUPT,
             Trigger.INTERRUPT_SPARING,
-            life.LocateRanks(1, 0.3),
+            LocateRanks(1, 0.3),
             life.StacksRead({0: "a stack"}),
-            life.RestartAsked("a restart"),
+            RestartAsked("a restart"),
             Trigger.DISMISS,
             Trigger.AGENT_ENDED,
         ]
