@@ -514,11 +514,10 @@ class Situation(msgspec.Struct, frozen=True):
     """The ranks that are not lost."""
     kept: bool
     grace: float
-    dispatched: bool
-    settled: bool
+    at_work: bool
+    """Whether the ranks have it, and have not all ended it."""
     asks: bool
     """Whether a rank has asked the user something."""
-    preempted: bool
     replacing: bool
     searches: Collection[int]
     """Why ranks are being asked where they are."""
@@ -584,7 +583,7 @@ class EndingStep(Machine[Ending, Consequence]):
             return
         self.set(told=True, interrupted=True, skip_at=NEVER if kept else stops)
         self.begin_interruption()
-        if not self.job.dispatched or self.job.settled:
+        if not self.job.at_work:
             # Nothing of the user's runs yet, or only what a rank that has failed does at its end.
             self.act(Order.FINISH_JOB if kept else Order.STOP_AGENT)
             if kept:
@@ -644,7 +643,7 @@ class EndingStep(Machine[Ending, Consequence]):
     def press(self) -> None:
         """Replace kept ranks that have seen the interrupt twice and go on with their job."""
         job, now = self.job, self.now
-        if not (job.kept or job.preempted) or not job.dispatched:
+        if not (job.kept or job.run.preempted) or not job.at_work:
             return
         self.change(self.interruption.press(now, job.grace))
         if job.replacing or not job.kept:

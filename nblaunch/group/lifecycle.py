@@ -118,16 +118,6 @@ _SETTLE_SECONDS = 0.1
 # Only a rank that holds its interpreter does not answer.
 _LEFT_OPEN_SECONDS = 2.0
 REFORMING = "re-forming the process group"
-REFORMED = (
-    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
-)
-NOT_IN_PLACE = "the process groups could not be formed again in place: "
-UNUSABLE_IN_PLACE = "cannot be used any more, although the groups go on"
-REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
-STEPPED = (
-    "an optimizer's step was queued on the GPU behind the interrupted collective, and ran with gradients "
-    "that were not summed: its parameters and its state are wrong. Load a checkpoint, or make these anew: "
-)
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (Hello, Entered, AttemptStarted)
@@ -1027,10 +1017,8 @@ class _Step(Machine[GroupState, Action]):
             present=self.present(),
             kept=state.kept,
             grace=state.grace,
-            dispatched=job.dispatched,
-            settled=job.settled,
+            at_work=job.dispatched and not job.settled,
             asks=bool(job.questions),
-            preempted=state.preempted,
             replacing=state.replacing,
             searches=state.searches.keys(),
         )
@@ -1052,25 +1040,16 @@ class _Step(Machine[GroupState, Action]):
                     self.fold(each)
 
     def recovered(self, message: Recovered) -> None:
-        recovery, outcome = self.state.recovery.recovered(message)
+        recovery, ended = self.state.recovery.recovered(message)
         self.set(recovery=recovery)
-        if outcome is None:
+        if isinstance(ended, RestartAsked):
+            self.replace_ranks(ended.reason)
             return
-        if outcome.failed:
-            self.replace_ranks(outcome.failed)
+        if ended is None:
             return
+        for each in ended:
+            self.note(each)
         job = self.state.working
-        if outcome.reformed:
-            if outcome.unfit and job is not None and job.succeeded:
-                self.note(outcome.unfit)  # the user has seen no error that would explain it
-            if outcome.why_not:
-                self.note(f"{NOT_IN_PLACE}{outcome.why_not}")
-            self.note(REFORMED_IN_PLACE if outcome.in_place else REFORMED)
-            if outcome.stepped:
-                self.note(f"{STEPPED}{outcome.stepped}")
-        if outcome.dead:
-            made = UNUSABLE_IN_PLACE if outcome.in_place else "made for a process group that is gone"
-            self.note(f"{made}, with what revives each: {outcome.dead}")
         if job is None or job.dispatched:
             self.finish()
         elif job.run.doing:

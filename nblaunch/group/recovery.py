@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from nblaunch.diagnose.hang import connections_between
 from nblaunch.group.fitness import Tallies, unfit
-from nblaunch.group.machine import Send, Sends, Survey
+from nblaunch.group.machine import RestartAsked, Send, Sends, Survey
 from nblaunch.protocol.messages import DeadVariable, FreeCollective, Recover, Recovered, Where
 from nblaunch.protocol.reports import format_ranks
 
@@ -29,21 +29,16 @@ _SHOWN_SECONDS = 1.0
 _RECOVERY_SECONDS = 60.0
 
 
-class RecoveryOutcome(msgspec.Struct, frozen=True):
-    """How a recovery has ended; `failed` says which rank is not fit and why, empty if all are."""
-
-    reformed: bool
-    failed: str = ""
-    unfit: str = ""
-    """Why the group was formed again; "" where connections had been cut, as after an interrupt."""
-    in_place: bool = False
-    """Whether all groups go on: they were formed again behind the same objects."""
-    why_not: str = ""
-    """What went wrong in that, if it was tried."""
-    dead: str = ""
-    """The variables that belong to a group that is gone, and what revives each; empty if there are none."""
-    stepped: str = ""
-    """The optimizers and models whose step a GPU ran behind an aborted collective; "" if there are none."""
+REFORMED = (
+    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
+)
+NOT_IN_PLACE = "the process groups could not be formed again in place: "
+UNUSABLE_IN_PLACE = "cannot be used any more, although the groups go on"
+REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
+STEPPED = (
+    "an optimizer's step was queued on the GPU behind the interrupted collective, and ran with gradients "
+    "that were not summed: its parameters and its state are wrong. Load a checkpoint, or make these anew: "
+)
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -168,27 +163,35 @@ class Recovery(msgspec.Struct, frozen=True):
         )
         return begun, (*freed, *sends)
 
-    def recovered(self, message: Recovered) -> tuple[Recovery, RecoveryOutcome | None]:
-        """Take one rank's answer; return the outcome with the last of them, or the first that failed."""
-        rank = message.rank
+    def recovered(self, message: Recovered) -> tuple[Recovery, RestartAsked | tuple[str, ...] | None]:
+        """Take one rank's answer; with the last, return what there is to tell, or that a rank is not fit."""
+        rank, everyone = message.rank, len(self.members)
         if message.number != self.number or rank not in self.waiting:
             return self, None
-        failed = ""
         if message.unusable:
-            failed = f"the GPU context of rank {rank} is unusable: {message.unusable}"
-        elif message.error:
-            failed = f"the process group could not be formed again on rank {rank}: {message.error}"
+            why = f"the GPU context of rank {rank} is unusable: {message.unusable}"
+            return self.abandoned(), RestartAsked(why)
+        if message.error:
+            # The others may wait for this one in the barrier, for as long as a group's timeout.
+            why = f"the process group could not be formed again on rank {rank}: {message.error}"
+            return self.abandoned(), RestartAsked(why)
         waiting = self.waiting - {rank}
         dead = {**self.dead, **{each: (*self.dead.get(each, ()), rank) for each in message.dead}}
         stepped = {**self.stepped, **{each: (*self.stepped.get(each, ()), rank) for each in message.stepped}}
-        # After a failure the others may wait for this one in the barrier, for as long as a group's timeout.
-        if waiting and not failed:
+        if waiting:
             return replace(self, waiting=waiting, dead=dead, stepped=stepped), None
-        remedies = _remedies(dead, len(self.members))
-        names = ", ".join(f"{each}{_where(on, len(self.members))}" for each, on in stepped.items())
-        return self.abandoned(), RecoveryOutcome(
-            self.reform, failed, self.unfit, message.in_place, message.why_not, remedies, names
-        )
+        told = list[str]()
+        if self.reform:
+            # After a job that has succeeded, the user has seen no error that would explain it.
+            told += [self.unfit] if self.unfit and self.succeeded else []
+            told += [f"{NOT_IN_PLACE}{message.why_not}"] if message.why_not else []
+            told.append(REFORMED_IN_PLACE if message.in_place else REFORMED)
+            names = ", ".join(f"{each}{_where(on, everyone)}" for each, on in stepped.items())
+            told += [f"{STEPPED}{names}"] if names else []
+        if dead:
+            made = UNUSABLE_IN_PLACE if message.in_place else "made for a process group that is gone"
+            told.append(f"{made}, with what revives each: {_remedies(dead, everyone)}")
+        return self.abandoned(), tuple(told)
 
 
 def _remedies(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:

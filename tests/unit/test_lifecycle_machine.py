@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nblaunch.group import lifecycle as life
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Stage, Trigger, step
 from nblaunch.group.machine import LocateRanks, Order, RestartAsked, Send
+from nblaunch.group.recovery import REFORMED
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
@@ -518,7 +519,7 @@ def test_one_rank_raises_while_another_sits_in_all_reduce():
     assert not finished(group.feed(Recovered(rank=0, number=1))), "rank 1 answered an earlier order"
     assert finished(group.feed(Recovered(rank=1, number=1)))
     assert group.states() == [State.STOPPED, State.FAILED]
-    assert group.notices() == (life.REFORMED,)
+    assert group.notices() == (REFORMED,)
     assert group.stage() is Stage.READY
 
 
@@ -559,7 +560,7 @@ def test_a_job_that_succeeded_with_unlike_collectives_ends_once_the_group_is_for
     assert group.states() == [State.SUCCEEDED] * 2
     assert group.notices() == (
         "collectives do not match: in the default group (nccl2) rank 0 at #2, rank 1 at #1",
-        life.REFORMED,
+        REFORMED,
     )
 
 
@@ -739,7 +740,7 @@ def test_idle_ranks_go_on_at_once_without_those_that_are_lost():
     assert group.notices() == (
         "node hB was lost, with the variables of rank 0",
         "the group has 1 rank now; variables kept: rank 0; rank 0 formerly rank 1",
-        life.REFORMED,
+        REFORMED,
     )
 
 
