@@ -148,19 +148,16 @@ class RunningJob(Job):
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
         """Give the job to a group, unless it was interrupted before."""
         self.group, self._prepare, self._hub = group, prepare, hub
+        hub.after_turn.append(self._due)
         if self._interrupted:
-            self._give_up()
+            ending = replace(self.known.ending, begun=True, interrupted=True, where=self.state.where)
+            self.known = replace(self.known, ending=ending)
+            self.finish(time.time())
             if not group.keep:
                 group.abandon()
             return
         group.begin(self, prepare)
         group.start()
-
-    def _give_up(self) -> None:
-        known = self.known
-        ending = replace(known.ending, begun=True, interrupted=True, where=self.state.where)
-        self.known = replace(known, ending=ending)
-        self.finish(time.time())
 
     def interrupt(self, *, sparing: bool = False) -> None:
         """Interrupt the job; the second time its ranks are ended, unless `sparing` them.
@@ -172,17 +169,25 @@ class RunningJob(Job):
         elif not (self.order.look and self.known.ending.begun):
             self.group.interrupt(self, sparing=sparing or self.order.look)
 
-    def tick(self, now: float) -> None:
-        """Measure a job that takes a while; `now` is monotonic."""
-        if self._measuring is None and self.order.usage and now - self._began >= _YOUNG_SECONDS:
-            self._measure()
-        if self._file is not None and self._file_due is not None and now >= self._file_due:
-            self._file_is_whole(f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
+    def _due(self) -> float:
+        """Do what is due after a turn of the hub; return in how many seconds the next is."""
+        now = time.monotonic()
+        if self._file_due is not None:
+            if now >= self._file_due:
+                why = f"metrics_file={self.order.options.metrics_file!r}: the disk hangs"
+                self._hub.call(lambda: self._file_is_whole(why))
+            return max(self._file_due - now, _TICK_SECONDS)
+        if self._measuring is not None or not self.order.usage:
+            return math.inf
+        if now < self._began + _YOUNG_SECONDS:
+            return self._began + _YOUNG_SECONDS - now
+        self._measure()
+        return _TICK_SECONDS
 
     def _measure(self) -> None:
         group = self.group
-        if group is None or self._prepare is None or self.ended.is_set():
-            return
+        if group is None or self._prepare is None:
+            return  # it has not begun
         seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
         measuring = ExitStack()
         with contextlib.suppress(RuntimeError):  # the system refuses a thread: the next tick asks again
@@ -223,6 +228,7 @@ class RunningJob(Job):
         self._ended_at = time.time()
         if group is not None:
             self.events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
+            self._hub.after_turn.remove(self._due)
         self._brought.close()
         for connection in self.watchers:
             if connection.behind:
@@ -338,57 +344,3 @@ def _without_value(known: RankState, why: str) -> RankState:
     if known.value is None or known.value.inline is not None:
         return known
     return replace(known, value=None, value_not_sent=why)
-
-
-class Jobs:
-    """All jobs of a runtime, by number."""
-
-    def __init__(self, hub: Hub) -> None:
-        """Follow the clock of `hub`."""
-        self._jobs: dict[int, RunningJob] = {}
-        self._running: list[RunningJob] = []
-        self._tick_at = 0.0
-        hub.after_turn.append(self._tick)
-
-    def add(self, job: RunningJob) -> None:
-        """Keep a job."""
-        self._jobs[job.number] = job
-        self._running.append(job)
-
-    def get(self, number: int) -> RunningJob | None:
-        """Return a job, None if it is unknown."""
-        return self._jobs.get(number)
-
-    def forget(self, number: int) -> RunningJob | None:
-        """Drop a job to which no result refers."""
-        return self._jobs.pop(number, None)
-
-    def leave(self, connection: ClientConnection) -> list[int]:
-        """Send a connection nothing more; return the internal jobs that nobody else will release."""
-        left = []
-        for job in self._jobs.values():
-            given = job.giver is connection
-            job.leave(connection)
-            if given and job.order.internal:
-                left.append(job.number)
-        return left
-
-    def results_of(self, pid: int) -> dict[int, int]:
-        """Return the jobs to which results of a process refer, and how many each."""
-        return {number: job.results[pid] for number, job in self._jobs.items() if job.results[pid]}
-
-    def watched_by(self, connection: ClientConnection) -> list[RunningJob]:
-        """Return the jobs that a connection watches."""
-        return [job for job in self._jobs.values() if connection in job.watchers]
-
-    def _tick(self) -> float:
-        """Let time pass for the jobs that have not ended; return in how many seconds this is due again."""
-        if not self._running:
-            return math.inf
-        now = time.monotonic()
-        if now >= self._tick_at:
-            self._tick_at = now + _TICK_SECONDS
-            self._running = [job for job in self._running if job.end is None]
-            for job in self._running:
-                job.tick(now)
-        return self._tick_at - now

@@ -39,7 +39,7 @@ from nblaunch.protocol.reports import session_ended
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
 from nblaunch.runtime.connections import ClientConnection, Connections
-from nblaunch.runtime.jobs import Jobs, RunningJob
+from nblaunch.runtime.jobs import RunningJob
 from nblaunch.runtime.launch import FreshRanks, session_ranks
 from nblaunch.runtime.place import PlacedRanks, place
 from nblaunch.runtime.sessions import RuntimeSession
@@ -79,7 +79,7 @@ class RequestHandler:
         """The ranks of runs whose job has not come yet: none of them is started."""
         self._ended: list[RuntimeSession] = []
         """Sessions that are over, and to whose logs results refer."""
-        self.jobs = Jobs(local.hub)
+        self.jobs: dict[int, RunningJob] = {}
         self._early: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
         self.connections: Connections
@@ -193,20 +193,24 @@ class RequestHandler:
 
     def lost(self, connection: ClientConnection) -> None:
         """Send nothing more to a client that is gone."""
-        for number in self.jobs.leave(connection):
-            self._released(number)
         pid = connection.record.pid
-        if all(each.record.pid != pid for each in self.connections):
-            for number, count in self.jobs.results_of(pid).items():
-                self._results_gone(number, pid, count)
+        last = all(each.record.pid != pid for each in self.connections)
+        for job in list(self.jobs.values()):
+            given = job.giver is connection
+            job.leave(connection)
+            if given and job.order.internal:
+                self._released(job.number)  # nobody else will release it
+            if last and job.results[pid]:
+                self._results_gone(job.number, pid, job.results[pid])
         for session in self.sessions.values():
             session.leave(connection)
         self.changed.set()
 
     def caught_up(self, connection: ClientConnection) -> None:
         """Send the present state of its jobs to a client that was behind."""
-        for job in self.jobs.watched_by(connection):
-            connection.event(job.refreshed(connection))
+        for job in self.jobs.values():
+            if connection in job.watchers:
+                connection.event(job.refreshed(connection))
 
     def close(self) -> None:
         """End all sessions; on a thread that may wait."""
@@ -223,7 +227,7 @@ class RequestHandler:
     def _run_fresh(self, connection: ClientConnection, order: wire.JobOrder, ranks: FreshRanks) -> _Served:
         # The job is there at once, so that an interrupt finds it.
         job = RunningJob(order, connection, connection.record, self._local.directory.root)
-        self.jobs.add(job)
+        self.jobs[job.number] = job
         # On the nodes of a session, where these ranks would have the same: nothing is asked for.
         held = (session.nodes for session in self.sessions.values())
         ranks.nodes = next((each for each in held if each is not None and each.fit(order.options)), None)
@@ -328,7 +332,7 @@ class RequestHandler:
             return wire.Stale()
         root = self._local.directory.root
         job = RunningJob(request.order, connection, connection.record, root, session.tenure)
-        self.jobs.add(job)
+        self.jobs[job.number] = job
         if session.nodes is not None:
             session.nodes.learn(request.order)
         session.give(self._hub, job, self.jobs)
@@ -416,7 +420,7 @@ class RequestHandler:
             # Its client has left it alone: nothing of it goes before it has ended.
             job.released = functools.partial(self._released, number)
             return
-        job = self.jobs.forget(number)
+        job = self.jobs.pop(number, None)
         if job is None:
             return
         job.let_values_go()

@@ -40,7 +40,7 @@ from nblaunch.protocol.reports import session_busy, session_ended
 from nblaunch.protocol.state import RankState, State
 from nblaunch.runtime.archive import Archive
 from nblaunch.runtime.connections import ClientConnection
-from nblaunch.runtime.jobs import Jobs, RunningJob
+from nblaunch.runtime.jobs import RunningJob
 from nblaunch.runtime.launch import KeptRanks
 
 _CLOSE_SECONDS = 10.0
@@ -119,7 +119,7 @@ class RuntimeSession:
             by = "" if looks is None else f"{looks.name} (process {looks.pid})"
             raise NblaunchError(session_busy(self.name, looked_at_by=by), kind=FailureKind.SESSION_BUSY)
 
-    def give(self, hub: Hub, job: RunningJob, jobs: Jobs) -> None:
+    def give(self, hub: Hub, job: RunningJob, jobs: dict[int, RunningJob]) -> None:
         """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
         self.running = job
         self.unreleased.add(job.number)
@@ -141,12 +141,12 @@ class RuntimeSession:
         # Those of a job that no rank has begun are empty.
         self.group.free_logs(next(filter(None, (*self._logs.values(), running)), {}))
 
-    def _over(self, job: RunningJob, jobs: Jobs) -> None:
+    def _over(self, job: RunningJob, jobs: dict[int, RunningJob]) -> None:
         if not job.order.internal:
             self._logs[job.number] = job.logs
             self.archive.add(job)
         if self.archive.get(job.number) is not None:
-            jobs.forget(job.number)
+            jobs.pop(job.number, None)
             self.unreleased.discard(job.number)
         if self.running is job:
             self.running = None
