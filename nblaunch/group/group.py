@@ -612,9 +612,9 @@ class WorkerGroup:
             case Asked() if self.job is not None:
                 self.job.asked(message)
             case Returned() | Profiled():
-                taken = self._taken(message)
+                taken = None if self.job is None else self.job.take(message)
                 if taken is None:
-                    return
+                    return  # nobody waits for it any more
                 message = taken
             case _:
                 pass
@@ -622,14 +622,6 @@ class WorkerGroup:
         self._raw = (message, data) if data is not None and message is sent else None
         self._feed(message)
         self._raw = None
-
-    def _taken(self, message: Returned | Profiled) -> FromRank | None:
-        """Hold what a rank has sent for the job; None if nobody waits for it any more."""
-        if self.job is None:
-            return None
-        return (
-            self.job.take_value(message) if isinstance(message, Returned) else self.job.take_profile(message)
-        )
 
     def _observe(self, output: Iterable[Printed]) -> None:
         for printed in output:

@@ -33,6 +33,7 @@ from nblaunch.protocol.messages import (
     FromRank,
     Noticed,
     Offsets,
+    Payload,
     Preempted,
     Printed,
     Profiled,
@@ -276,38 +277,30 @@ class Job:
         """Return the message to a rank."""
         return self._dispatches.get(rank, self.dispatch)
 
-    def take_value(self, message: Returned) -> Returned | Raised | None:
-        """Open a value while its rank still holds it; return the message to fold, which names it here."""
+    def take(self, message: Returned | Profiled) -> Returned | Profiled | Raised | None:
+        """Open a value or a profile while its rank still holds it; return the message to fold.
+
+        It names what is held here. What nobody waits for is None, and a profile that cannot be opened.
+        """
+        part = "value" if isinstance(message, Returned) else "data"
+        sent: Payload = getattr(message, part)
         if self.ended.is_set():
             return None
-        if message.value.inline is not None and not self._values:
+        if part == "value" and sent.inline is not None and not self._values:
             return message  # there is no payload to hold
         try:
-            held = shared_memory.hold(message.value, self._directory)
+            held = shared_memory.hold(sent, self._directory)
         except (FileNotFoundError, ProcessLookupError):
             return None  # the process is gone: its exit says so, and came first
         except Exception as error:  # noqa: BLE001 - no descriptor or memory left: the rank waits for an answer
+            if not isinstance(message, Returned):
+                return None
             failure = value_lost(error, time.time())
             return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
-        self._hold(message.rank, "value", held)
-        return replace(message, value=held.payload) if held.payload is not message.value else message
-
-    def take_profile(self, message: Profiled) -> Profiled | None:
-        """Open a profile as `take_value` does a value; one that cannot be had is none, and no failure."""
-        if self.ended.is_set():
-            return None
-        try:
-            held = shared_memory.hold(message.data, self._directory)
-        except (OSError, MemoryError):
-            return None
-        self._hold(message.rank, "profile", held)
-        return replace(message, data=held.payload)
-
-    def _hold(self, rank: int, what: str, held: HeldPayload) -> None:
-        before = self._values.pop((rank, what), None)
-        if before is not None:
+        if (before := self._values.pop((message.rank, part), None)) is not None:
             before.close()
-        self._values[rank, what] = held
+        self._values[message.rank, part] = held
+        return message if held.payload is sent else replace(message, **{part: held.payload})
 
     def taken_values(self) -> dict[tuple[int, str], HeldPayload]:
         """Return the values and profiles by rank: the caller closes them."""

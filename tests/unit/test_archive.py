@@ -74,7 +74,7 @@ def ended(tmp_path):
             running.fold(message)
         with shared_memory.put(dumps(value), lambda: tmp_path) as sent:
             returned = Returned(rank=0, value=sent.payload, text="", time=2.0)
-            running.fold(cast("Message", running.take_value(returned)))
+            running.fold(cast("Message", running.take(returned)))
         running.finish(3.0)
         return running
 
