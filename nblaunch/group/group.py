@@ -771,12 +771,13 @@ class WorkerGroup:
                 self._agent.release(succeeded=succeeded, others=others)
                 if self._followers is not None:
                     self._followers.release(succeeded=succeeded, others=others)
-            case lifecycle.CloseGroup(succeeded):
-                self._close(succeeded=succeeded)
             case lifecycle.SendJob(rank) if job is not None:
                 self._send(rank, job.dispatch_to(rank))
-            case lifecycle.Warn(text) if job is not None:
+            case Noticed(text=text) if job is not None:
                 job.late.append(text)
+            case Order.CLOSE_GROUP:
+                known = self._life.job
+                self._close(succeeded=known is not None and known.succeeded)
             case Order():
                 self._give_order(action, job)
             case _:

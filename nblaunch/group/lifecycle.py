@@ -439,12 +439,6 @@ class SendJob(msgspec.Struct, frozen=True):
     rank: int
 
 
-class Warn(msgspec.Struct, frozen=True):
-    """Keep a warning that comes after the job has ended."""
-
-    text: str
-
-
 class Explain(msgspec.Struct, frozen=True):
     """Read the rest of a rank's output, find out why it exited, and answer with `ExitExplained`."""
 
@@ -471,23 +465,9 @@ class ReleaseWorkers(msgspec.Struct, frozen=True):
     others: frozenset[int]
 
 
-class CloseGroup(msgspec.Struct, frozen=True):
-    """Release all that the group holds; precedes the end of its job, at which the caller goes on."""
-
-    succeeded: bool
-
-
+# A notice is for those who come back to a job that has ended.
 Action: TypeAlias = (
-    Publish
-    | Send
-    | SendJob
-    | Warn
-    | Explain
-    | ReadStacks
-    | RanksLocated
-    | ReleaseWorkers
-    | CloseGroup
-    | Order
+    Publish | Send | SendJob | Noticed | Explain | ReadStacks | RanksLocated | ReleaseWorkers | Order
 )
 
 
@@ -525,9 +505,7 @@ class _Step(Machine[GroupState, Action]):
         self.act(Send(rank, message))
 
     def agent_ended(self) -> None:
-        job = self.state.job
-        self.set(closed=True)
-        self.act(CloseGroup(succeeded=job is not None and job.succeeded))
+        self.set([Order.CLOSE_GROUP], closed=True)
         self.finish()
         # No tick will come for these.
         for why, each in self.state.searches.items():
@@ -662,7 +640,7 @@ class _Step(Machine[GroupState, Action]):
         if job is not None and job.ended and isinstance(message, Exited) and message.rank in job.run.ranks:
             warning = advance(job.run, message).ranks[message.rank].warning
             if warning and warning != job.run.ranks[message.rank].warning:
-                self.act(Warn(warning))
+                self.act(Noticed(text=warning))
         if not self.fold_run(message) or isinstance(message, _SETTLES_NOTHING):
             return
         job = self.state.working

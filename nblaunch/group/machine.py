@@ -45,6 +45,7 @@ class Order(enum.Enum):
     END_RANKS = "no rank is inside NCCL any more: the agent may end them"
     KEEP_PAYLOAD = "remember that the whole payload is on every rank"
     LET_FINISH = "wait for released ranks as long as they work: each ends as a script does"
+    CLOSE_GROUP = "release all that the group holds; precedes the end of its job, at which the caller goes on"
     FINISH_JOB = "end the job: its result can be made"
     FORGET_VALUES = "release the values of this attempt: the next one begins the job again"
 

@@ -105,10 +105,8 @@ class RunningJob(Job):
         """The directory of its logs, if it has one of its own."""
         self.events = EventLog()
         self.group: WorkerGroup | None = None
-        self.over: Callable[[], None] = lambda: None
+        self.when_over: list[Callable[[], None]] = []
         """Called once it has ended."""
-        self.released: Callable[[], None] = lambda: None
-        """Called after that, where no result refers to the job any more."""
         self.ended_with = ""
         """What ends it besides itself: another client stops the session."""
         self.let_go: Callable[[], None] = lambda: None
@@ -235,8 +233,8 @@ class RunningJob(Job):
                 connection.event(self.refreshed(connection))
             connection.last_event(JobEnded(job=self.number, end=self.end))
         self._takers, self.watchers = self.watchers, set()
-        self.over()
-        self.released()
+        for act in self.when_over:
+            act()
 
     def let_values_go(self) -> None:
         """Close what the ranks have returned: whoever watches the job now gets no values."""

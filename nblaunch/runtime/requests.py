@@ -254,7 +254,7 @@ class RequestHandler:
 
         def begin() -> None:
             job.private_logs = made.logs
-            job.over = lambda: self._in_background(over)
+            job.when_over.append(lambda: self._in_background(over))
             job.begin(self._hub, made.group, ranks.place.prepare)
 
         try:
@@ -418,7 +418,7 @@ class RequestHandler:
         job = self.jobs.get(number)
         if job is not None and job.group is not None and job.end is None:
             # Its client has left it alone: nothing of it goes before it has ended.
-            job.released = functools.partial(self._released, number)
+            job.when_over.append(functools.partial(self._released, number))
             return
         job = self.jobs.pop(number, None)
         if job is None:

@@ -123,7 +123,7 @@ class RuntimeSession:
         """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
         self.running = job
         self.unreleased.add(job.number)
-        job.over = functools.partial(self._over, job, jobs)
+        job.when_over.append(functools.partial(self._over, job, jobs))
         job.let_go = functools.partial(self._let_go, job.number)
         job.begin(hub, self.group, self.prepare)
 

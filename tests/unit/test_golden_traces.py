@@ -72,7 +72,7 @@ def test_an_interrupt_of_fresh_ranks_asks_where_they_are_and_the_second_skips_th
     group.after(0.1)
     assert group.trace().endswith("5.0 SKIP_GRACE, 5.0 STOP_AGENT")
     group.feed(Trigger.DRAINED, Trigger.AGENT_ENDED)
-    assert group.trace() == "5.0 CloseGroup, 5.0 FINISH_JOB"
+    assert group.trace() == "5.0 CLOSE_GROUP, 5.0 FINISH_JOB"
     assert group.error.startswith("the run was interrupted: [ranks 0-1] ")
     group = Traced(kept=False)
     group.feed(Trigger.INTERRUPT, Trigger.INTERRUPT)

@@ -264,7 +264,7 @@ def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
     group = Group().start()
     group.feed(returned(0))
     actions = group.feed(Trigger.AGENT_ENDED)
-    assert actions == [life.CloseGroup(succeeded=False), Order.FINISH_JOB]
+    assert actions == [Order.CLOSE_GROUP, Order.FINISH_JOB]
     assert group.stage() is Stage.CLOSED
 
 
@@ -410,7 +410,9 @@ def test_ranks_that_do_not_answer_keep_no_value_waiting():
 def test_a_rank_that_exits_badly_after_its_value_was_here_is_a_warning():
     group = Group().start()
     group.feed(returned(0), returned(1))
-    assert group.feed(exited(0, 3)) == [life.Warn("rank 0 ended with exit code 3 after its value was here")]
+    assert group.feed(exited(0, 3)) == [
+        Noticed(text="rank 0 ended with exit code 3 after its value was here")
+    ]
 
 
 def test_a_payload_is_kept_once_it_is_whole_on_every_rank():
