@@ -18,12 +18,11 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import RankFailure, RankResult, RunResult
 from nblaunch._version import __version__
-from nblaunch.client.jobs import ClientJob
+from nblaunch.client.launch import ClientJob
 from nblaunch.client.result import final_lines
 from nblaunch.diagnose.failures import Alike, Blame, blame
 from nblaunch.insight.report import OUTPUT_LINES, Redactor, Report, Tails, make
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.messages import FrameRecord, MemoryUse, Phase, Stream
 from nblaunch.protocol.reports import HangReport, format_ranks, nearest_frame, ranks_by_answer
 from nblaunch.protocol.state import RankState
@@ -56,7 +55,7 @@ class JobReporter:
         redactor = Redactor({**self.options.env, JOIN_KEY: self.key})
         found = blame(result.state.ranks)
         first = frozenset(rank for each in found.causes[:1] for rank in each.ranks)
-        tails = Tails(dict(_tails(result, OutputFilter.of(self.options), redactor)), first)
+        tails = Tails(dict(_tails(result, self.options, redactor)), first)
         return make(self._facts(result, found), tails, redactor)
 
     def _facts(self, result: RunResult, found: Blame) -> dict[str, Any]:
@@ -304,21 +303,21 @@ def _values(by_rank: Mapping[int, float]) -> Any:
 
 
 def _tails(
-    result: RunResult, shown: OutputFilter, redactor: Redactor
+    result: RunResult, options: LaunchOptions, redactor: Redactor
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     for each in result.ranks:
-        text = redactor.text(_text(result.state.ranks[each.rank], each, shown))
+        text = redactor.text(_text(result.state.ranks[each.rank], each, options))
         lines = [line.rstrip() for line in final_lines(text)]
         kept = list(_without_blanks(lines))[-OUTPUT_LINES:]
         if kept:
             yield each.rank, tuple(kept)
 
 
-def _text(state: RankState, rank: RankResult, shown: OutputFilter) -> str:
+def _text(state: RankState, rank: RankResult, options: LaunchOptions) -> str:
     """Return the end of what a rank printed, in order; streams that were not shown come last."""
     text = "".join(entry.text for entry in state.transcript.entries if isinstance(entry, Text))
     for stream in Stream:
-        if not shown.shows(rank.local_rank, stream):
+        if not options.shows(rank.local_rank, stream):
             text = f"{text.rstrip()}\n{getattr(rank, stream.value)}"
     if len(text) <= _TAIL_CHARACTERS:
         return text

@@ -21,15 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from nblaunch import _notebook
+from nblaunch import _keeper, _notebook
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
 from nblaunch._registry import RuntimeEntry, release_of_torch
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch._version import __version__
-from nblaunch.client import boot
-from nblaunch.client.boot import stop_keeper
 from nblaunch.client.code import KnownFiles
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.protocol.client import (
@@ -48,6 +46,8 @@ from nblaunch.protocol.state import decode_folded
 if TYPE_CHECKING:
     from nblaunch._results import EventLog
 
+LIVE = "nblaunch.runtime.main:live"
+"""What the runtime's process calls, by name: a client does not import it."""
 _ENDING_SECONDS = 15.0
 _DESCRIBE_SECONDS = 5.0
 _END_SECONDS = 40.0
@@ -367,7 +367,7 @@ class OwnRuntime(Runtime):
             ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._boot = Boot(root, theirs, boot.LIVE, owner=os.getpid())
+                self._boot = Boot(root, theirs, LIVE, owner=os.getpid())
             except BaseException:
                 ours.close()
                 raise
@@ -458,7 +458,7 @@ class FoundRuntimeClient(Runtime):
             self.ask(Stop(), self._stop_seconds())
         except (NblaunchError, TimeoutError):
             # The runtime refuses us, does not answer, or is ending: its keeper ends everything.
-            stop_keeper(self.entry.keeper.pid, self.entry.keeper.start)
+            _keeper.stop(self.entry.keeper.pid, self.entry.keeper.start)
         self.entry.wait_until_gone(_END_SECONDS)
         self.close()
 

@@ -23,11 +23,10 @@ from nblaunch._results import (
     read_text,
 )
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.jobs import ClientJob
+from nblaunch.client.launch import ClientJob
 from nblaunch.diagnose.failures import Explained, blame, kind_of, reason, value_lost
 from nblaunch.insight.report import Report
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import JobEnd, RankLogFiles
 from nblaunch.protocol.messages import Illustrated, Phase, Stream, Unreadable
 from nblaunch.protocol.metrics import table
@@ -125,9 +124,8 @@ def _unpickled(job: ClientJob) -> tuple[dict[int, Any], RunState]:
 
 def _attempt(job: ClientJob, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
     logs = job.logs.get(attempt.number, {})
-    shown = OutputFilter.of(job.options)
     failures = tuple(
-        _failure(each, attempt.ranks[each.rank], logs.get(each.rank), shown)
+        _failure(each, attempt.ranks[each.rank], logs.get(each.rank), job.options)
         for each in blame(attempt.ranks).failures
     )
     by_rank = {failure.rank: failure for failure in failures}
@@ -146,7 +144,7 @@ def _attempt(job: ClientJob, attempt: AttemptState, values: Mapping[int, Any], k
 
 
 def _failure(
-    explained: Explained, rank: RankState, logs: RankLogFiles | None, output: OutputFilter
+    explained: Explained, rank: RankState, logs: RankLogFiles | None, options: LaunchOptions
 ) -> RankFailure:
     record = explained.failure
     exception = None
@@ -167,7 +165,7 @@ def _failure(
         time=record.time,
         phase=record.phase,
         consequence_of=explained.consequence_of,
-        last_output=_last_output(rank, logs, output),
+        last_output=_last_output(rank, logs, options),
         shown=record.colored,
         reason=str(reason(record)),
         node=rank.node,
@@ -176,11 +174,11 @@ def _failure(
     )
 
 
-def _last_output(rank: RankState, logs: RankLogFiles | None, output: OutputFilter) -> str:
+def _last_output(rank: RankState, logs: RankLogFiles | None, options: LaunchOptions) -> str:
     """Return a rank's last lines of output; those of streams that are not shown come last."""
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
     for stream in Stream:
-        if logs is not None and not output.shows(logs.local_rank, stream):
+        if logs is not None and not options.shows(logs.local_rank, stream):
             path, start, end = place_in_file(logs, stream)
             text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
     # torch's watchdog ends a process with a page of these, below its message.

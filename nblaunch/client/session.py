@@ -33,9 +33,11 @@ from nblaunch.capture.capture import (
     capture_values,
     notebook_names,
 )
-from nblaunch.client.jobs import ClientJob, JobRanks, RankPayload
 from nblaunch.client.knowledge import Knowledge, KnowledgeView, notices
 from nblaunch.client.launch import (
+    ClientJob,
+    JobRanks,
+    RankPayload,
     function_job,
     opening,
     refuse_inside_rank,
@@ -44,9 +46,8 @@ from nblaunch.client.launch import (
 )
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
-from nblaunch.client.run import StaleError, run_job, watch_job
+from nblaunch.client.run import SilentView, StaleError, run_job, watch_job
 from nblaunch.client.scripts import is_script, refuse_in_session
-from nblaunch.client.wait import SilentView
 from nblaunch.insight.comparing import Round, compare, size_of
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions, within
@@ -137,15 +138,14 @@ def attach_session(
     except BaseException:
         runtime.abandon()
         raise
-    known = answer.session
     names = {each.rank: each for each in answer.names}
     ranks = SessionRanks(
         entry.name,
-        known.session,
+        answer.session,
         runtime,
         line,
-        known.placement,
-        known.attempt,
+        answer.placement,
+        answer.attempt,
         detached=True,
         names=names,
         notes=(_own_variables(entry.name),),
@@ -759,21 +759,15 @@ class LiveSession:
 
     def status(self) -> SessionStatus:
         """Return what each rank is doing, and the memory that is its own."""
-        found = self._described() if self.open else None
-        ranks = map(_gone, range(self.world_size)) if found is None else found.ranks
-        return SessionStatus(
-            name=self.name,
-            world_size=self.world_size,
-            backend=self.placement.backend,
-            attempt=self._attempt if found is None else found.attempt,
-            engine=found.engine if found is not None else None,
-            ranks=tuple(ranks),
+        if self.open:
+            with self._runtime.line() as line:
+                for found in line.ask(wire.DescribeSessions(session=self._key)).sessions:
+                    return SessionStatus(**msgspec.structs.asdict(found))
+        ranks = tuple(
+            wire.RankStatus(rank=rank, state="gone", pid=None, device="", memory=None)
+            for rank in range(self.world_size)
         )
-
-    def _described(self) -> wire.SessionRecord | None:
-        with self._runtime.line() as line:
-            answer = line.ask(wire.DescribeSessions(session=self._key))
-        return answer.sessions[0] if answer.sessions else None
+        return SessionStatus(self.name, self.world_size, self.placement.backend, self._attempt, ranks)
 
     def close(self) -> None:
         """End the ranks and wait until they have exited; does nothing the second time, or in a fork.
@@ -859,10 +853,6 @@ def _steps_of(name: str) -> list[str]:
     """
     first, *others = name.split(".")
     return [first, *(f"_{each}" if each.isdigit() else each for each in others)]
-
-
-def _gone(rank: int) -> wire.RankStatus:
-    return wire.RankStatus(rank=rank, state="gone", pid=None, device="", memory=None)
 
 
 def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:

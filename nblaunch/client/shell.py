@@ -16,7 +16,7 @@ from nblaunch.client.directory import find_open
 from nblaunch.client.line import ClientLine
 from nblaunch.client.local import Runtime, local
 from nblaunch.client.result import place_in_file
-from nblaunch.options.streams import OutputFilter
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.messages import (
     AttemptStarted,
@@ -84,7 +84,7 @@ def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
     if not goes_on:
         # While this prints, nothing is to be kept for it.
         line.ask(wire.UnwatchJob(job=job))
-    output = _Output(OutputFilter.of(snapshot.options))
+    output = _Output(snapshot.options)
     try:
         output.catch_up(decode_state(snapshot.state), snapshot.end.logs if snapshot.end else snapshot.logs)
         while goes_on and (frame := line.next()) is not None:
@@ -126,8 +126,8 @@ class _PrintedSoFar:
 class _Output:
     """Prints the output of ranks, each line with its rank; a line is printed once it is whole."""
 
-    def __init__(self, shown: OutputFilter) -> None:
-        self._filter = shown
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
         self._attempt = 0
         self._shown: dict[tuple[int, int], _PrintedSoFar] = {}
         """By attempt and rank."""
@@ -194,7 +194,7 @@ class _Output:
 
     def _take_files(self, rank: int, files: wire.RankLogFiles | None) -> None:
         for stream in Stream:
-            if files is None or not self._filter.shows(files.local_rank, stream):
+            if files is None or not self._options.shows(files.local_rank, stream):
                 continue
             path, start, end = place_in_file(files, stream)
             start = max(start, self._of(rank).ends.get(stream, 0))

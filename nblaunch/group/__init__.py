@@ -45,9 +45,6 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    hub         the socket and its thread
-    stacks      the stacks of ranks that do not answer, or have died
-    usage       CPU, memory and GPU of ranks, measured on a thread
     machine     what the pure machines have in common: a step, messages to ranks, surveys
     fitness     whether a group is fit for another job: evidence before health
     recovery    making ranks fit for another job; a pure machine
@@ -57,5 +54,5 @@ Modules, each after those that it imports:
     job         one job: its state, values and log files
     group       `WorkerGroup`: makes events, performs actions
     standby     the group that is ready before it is needed
-    runtime     `LocalRuntime`: hub, fork server, directory, groups
+    runtime     `LocalRuntime`: the host that a runtime is, and its groups
 """

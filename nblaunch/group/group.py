@@ -30,16 +30,17 @@ from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose import failures, hang
-from nblaunch.elastic.agent import AgentThread
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group import lifecycle, usage
-from nblaunch.group.hub import Hub
+from nblaunch.group import lifecycle
 from nblaunch.group.job import Job, RankLogs
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Publish, Trigger, step
 from nblaunch.group.machine import LocateRanks, Order, Send
-from nblaunch.group.stacks import ExitReasons, stacks_of_silent
-from nblaunch.group.usage import SeenGpus, alive
+from nblaunch.host import usage
+from nblaunch.host.agent import AgentThread
+from nblaunch.host.forkserver import Server
+from nblaunch.host.hub import Hub
+from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.host.stacks import ExitReasons, stacks_of_silent
+from nblaunch.host.usage import SeenGpus, alive
 from nblaunch.protocol.client import Event, RankLogFiles
 from nblaunch.protocol.messages import (
     Answer,
@@ -446,7 +447,7 @@ class WorkerGroup:
     # --- on the agent's thread -------------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        wanted = self.settings.processes
+        options, processes = self.settings.options, self.settings.processes
         # Of a group that starts again after days, a cleaner may have removed both.
         self._hub.be_reachable()
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -457,9 +458,9 @@ class WorkerGroup:
             attempt,
             spill=str(self._directory),
             keep=self.keep,
-            fresh=wanted.environ if wanted.start_method == "spawn" else None,
-            virtual_local_rank=wanted.virtual_local_rank,
-            numa_binding=wanted.numa_binding,
+            fresh=processes.environ if processes.start_method == "spawn" else None,
+            virtual_local_rank=options.virtual_local_rank,
+            numa_binding=options.numa_binding,
         )
         return (orders,)
 

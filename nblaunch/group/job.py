@@ -18,10 +18,10 @@ from nblaunch._errors import RunPreemptedError
 from nblaunch.capture import shared_memory
 from nblaunch.capture.shared_memory import HeldPayload
 from nblaunch.diagnose.failures import value_lost
-from nblaunch.elastic.logs import LogTail
-from nblaunch.elastic.settings import Worker
 from nblaunch.group.lifecycle import JobState
-from nblaunch.options.streams import OutputFilter
+from nblaunch.host.logs import LogTail
+from nblaunch.host.settings import Worker
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (
     Asked,
@@ -227,7 +227,7 @@ class Job:
         dispatches: Mapping[int | None, Dispatch],
         known: JobState,
         *,
-        output: OutputFilter | None = None,
+        options: LaunchOptions | None = None,
         directory: Callable[[], Path] = Path,
     ) -> None:
         """`dispatches` are the messages to the ranks; that of None is for all that have none of their own.
@@ -236,7 +236,7 @@ class Job:
         """
         self.known = known
         """All that its group knows of it: a snapshot."""
-        self.output = output or OutputFilter()
+        self.options = options or LaunchOptions()
         self.dispatch = dispatches[None]
         self._dispatches = dispatches
         self._directory = directory
@@ -320,7 +320,7 @@ class Job:
         if rank is None:
             return False  # it takes no part
         local_rank = known.local_rank if known is not None else rank.local_rank
-        return self.output.shows(local_rank, printed.stream)
+        return self.options.shows(local_rank, printed.stream)
 
     def notice(self, text: str) -> None:
         """Show a text with the result; only before the job is given to a group."""

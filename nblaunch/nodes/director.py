@@ -43,7 +43,7 @@ from msgspec.structs import replace
 
 from nblaunch.group.lifecycle import ReleaseWorkers
 from nblaunch.group.machine import Machine, Order
-from nblaunch.nodes.messages import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
+from nblaunch.host.wire import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
 
 # Peers in a collective with a failed rank raise now. This lets them report it before they are ended.
 _LAST_WORDS_SECONDS = 0.1

@@ -40,23 +40,24 @@ from nblaunch._devices import VARIABLES
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
-from nblaunch.elastic.rendezvous import host_store
-from nblaunch.elastic.settings import AgentSettings
 from nblaunch.group.group import Agent, Connected, Peers, WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.lifecycle import ReleaseWorkers
 from nblaunch.group.machine import Order
+from nblaunch.host import wire
+from nblaunch.host.code import JobCode
+from nblaunch.host.hub import Hub
+from nblaunch.host.join import HERE, HERE_PLACE
+from nblaunch.host.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
+from nblaunch.host.reach import ReachCheck
+from nblaunch.host.rendezvous import host_store
+from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes import director
-from nblaunch.nodes import messages as wire
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.code import JobCode
 from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
-from nblaunch.nodes.engine import HERE, HERE_PLACE, Engine, NodeProgram, Wish, address_of
+from nblaunch.nodes.engine import Engine, NodeProgram, Wish, address_of
 from nblaunch.nodes.environment import Wheels, made_before
-from nblaunch.nodes.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
 from nblaunch.nodes.members import NodeMember, RemoteRanks, for_another_machine
 from nblaunch.nodes.process import ProcessEngine
-from nblaunch.nodes.reach import ReachCheck
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
@@ -711,7 +712,7 @@ class NodeGroup(Peers):
         self._fleet, self._settings, self._directory = fleet, settings, directory
         self._address = address
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
-        self._backend = fleet.conf.options.backend if settings.rdzv is None else settings.rdzv.ranks_backend
+        self._backend = (settings if fleet.conf.directed else fleet.conf).options.backend
         self._members: dict[str, NodeMember] = {}
         self._nodes: dict[str, FleetNode] = {}
         self._order: tuple[str, ...] = ()
@@ -874,7 +875,7 @@ class NodeGroup(Peers):
 
     def add(self, node: FleetNode) -> None:
         """Have a node serve this group."""
-        settings, rdzv, conf = self._settings, self._settings.rdzv, self._fleet.conf
+        settings, conf = self._settings, self._fleet.conf
         self._nodes[node.name] = node
         self._members[node.name] = NodeMember(
             node.name,
@@ -887,7 +888,7 @@ class NodeGroup(Peers):
             keep=self.events.keep,
             options=replace(settings.options, env={}),
             backend=self._backend,
-            env=self._fleet.variables(tuple(conf.options.env.items()) if rdzv is None else rdzv.env),
+            env=self._fleet.variables(tuple(settings.options.env.items())),
             processes=replace(settings.processes, environ=()),
             cwd=os.fsencode(self._fleet.wish.cwd),
             nodes=(conf.least, conf.most),

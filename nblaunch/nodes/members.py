@@ -17,10 +17,10 @@ from typing import BinaryIO
 import msgspec
 
 from nblaunch.diagnose.failures import NODE_LOST, value_lost
-from nblaunch.elastic.settings import Worker
 from nblaunch.group.group import WorkerGroup
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.link import IncomingTransfer, payload_of, with_payload
+from nblaunch.host import wire
+from nblaunch.host.link import IncomingTransfer, payload_of, with_payload
+from nblaunch.host.settings import Worker
 from nblaunch.protocol.messages import (
     Exited,
     Prepare,

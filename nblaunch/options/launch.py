@@ -363,6 +363,18 @@ class LaunchOptions:
         """
         return kinds.node_limits(self.nnodes)
 
+    def shows(self, local_rank: int, stream: str) -> bool:
+        """Whether a stream of a local rank is shown; all of it is kept in files, and in the result.
+
+        >>> LaunchOptions(redirects="3", tee="0:1").shows(0, "stdout")
+        True
+        """
+        if self.local_ranks_filter is not None and local_rank not in self.local_ranks_filter:
+            return False
+        bit = {"stdout": 1, "stderr": 2}[stream]
+        kept, shown = (kinds.streams_of(each, local_rank) & bit for each in (self.redirects, self.tee))
+        return not kept or bool(shown)
+
     def to_line(self) -> str:
         """Return what to write after `%%distributed` for these options: those that are not the default.
 

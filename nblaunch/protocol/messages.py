@@ -2,7 +2,7 @@
 
 Every message is a frozen, tagged struct in MessagePack. Decoding never unpickles: pickles travel as opaque
 bytes inside `Payload`, and are opened only after the hub has authenticated the sender (see
-`nblaunch.group.hub`).
+`nblaunch.host.hub`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from nblaunch._help import FailureKind
 from nblaunch._peer import peer_of
 from nblaunch._registry import release_of_torch
 from nblaunch._version import __version__
-from nblaunch.group.hub import Hub
+from nblaunch.host.hub import Hub
 from nblaunch.protocol.client import (
     PROTOCOL,
     AnswerToClient,

@@ -22,11 +22,10 @@ from nblaunch._results import EventLog
 from nblaunch.capture.shared_memory import hold
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import JobState
-from nblaunch.group.usage import SeenGpus
-from nblaunch.options.streams import OutputFilter
+from nblaunch.host.hub import Hub
+from nblaunch.host.usage import SeenGpus
 from nblaunch.protocol.client import (
     ClientRecord,
     ErrorRecord,
@@ -84,7 +83,7 @@ class RunningJob(Job):
                 internal=order.internal,
                 ending=Ending.of(options.timeout, options.hang_after, self._began),
             ),
-            output=OutputFilter.of(options),
+            options=options,
             directory=directory,
         )
         self.number = order.number
@@ -186,7 +185,7 @@ class RunningJob(Job):
         group = self.group
         if group is None or self._prepare is None:
             return  # it has not begun
-        seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
+        seen = SeenGpus.by(self._prepare, alone=group.settings.options.virtual_local_rank)
         measuring = ExitStack()
         with contextlib.suppress(RuntimeError):  # the system refuses a thread: the next tick asks again
             measuring.enter_context(group.measuring(lambda: self.state, seen, wanted=True))

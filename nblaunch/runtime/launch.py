@@ -14,19 +14,19 @@ from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.elastic import descriptors, rendezvous
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.process_options import process_settings
-from nblaunch.elastic.settings import DIRECTED, AgentSettings, RendezvousConfig
 from nblaunch.group.group import Connected, ConnectPeers, WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
+from nblaunch.host import descriptors, rendezvous
+from nblaunch.host.forkserver import Server
+from nblaunch.host.hub import Hub
+from nblaunch.host.key import KEY_FILE, join_command, read_or_make_key
+from nblaunch.host.process_options import process_settings
+from nblaunch.host.settings import DIRECTED, AgentSettings, RendezvousConfig
 from nblaunch.nodes.byhand import JoinEngine
 from nblaunch.nodes.engine import Wish, engine_of, nodes_of, wish_of
 from nblaunch.nodes.fleet import FleetSettings, NodeFleet
-from nblaunch.nodes.key import KEY_FILE, join_command, read_or_make_key
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.protocol.client import Caller, JobOrder, OpenRanks, Placement
 from nblaunch.protocol.messages import Phase, Prepare
@@ -166,8 +166,9 @@ class FreshRanks:
         # Binding to a GPU's CPUs asks the device, which ranks that may never be used must leave alone.
         if options.log_dir is None and options.numa_binding is None and settings.rdzv is None:
             # Of the options, what its agent heeds before it adopts those of the run.
-            shape = LaunchOptions(
-                role=options.role,
+            of_node = {each.name: getattr(options, each.name) for each in OPTIONS if each.scope == "node"}
+            shape = replace(
+                LaunchOptions(**{**of_node, "nproc_per_node": settings.nproc}),
                 max_restarts=options.max_restarts,
                 monitor_interval=options.monitor_interval,
                 shutdown_timeout=options.shutdown_timeout,
@@ -181,7 +182,9 @@ class FreshRanks:
             made = self._on_nodes(settings, order)
         else:
             descriptors.make_room(settings.nproc)
-            peers = _peers(local, options, prepare, request.join_key, self.remark)
+            # A node that joins has no part in the choice of the backend.
+            decided = replace(options, backend=placement.backend)
+            peers = _peers(local, decided, prepare, request.join_key, self.remark)
             made = new_group(local, settings, peers, options.log_dir)
         local.will_leave(made.group)
         return made
@@ -255,8 +258,6 @@ def settings_of(
     """Return the agent's settings, but for what each group has for itself; `environ` is the ranks'."""
     on_nodes = options.on is not None
     rdzv = _directed(options, environ) if on_nodes else rendezvous.config_of(options)
-    if rdzv is not None and not on_nodes:
-        rdzv = replace(rdzv, ranks_backend=placement.backend)
     # Under what nodes have loaded torch is not known here.
     loaded_under = environ if on_nodes else local.server.loaded_under()
     return AgentSettings(
@@ -281,8 +282,6 @@ def _directed(options: LaunchOptions, environ: Mapping[str, str]) -> RendezvousC
         most=most,
         local_addr=options.local_addr or "",
         hosting=True,
-        ranks_backend=options.backend,
-        env=tuple(options.env.items()),
     )
 
 
@@ -385,7 +384,7 @@ def _ahead(local: LocalRuntime, shape: AgentSettings) -> GroupAndLogs:
 
 def own_directory(job: Job, settings: AgentSettings) -> Path | None:
     """Return this run's directory: below it are attempts, below those ranks, below those files."""
-    if settings.processes.logs_specs is not None:
+    if settings.options.logs_specs is not None:
         return settings.log_dir  # what is where below it only the user's class knows
     for ranks in job.logs.values():
         for each in ranks.values():

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from nblaunch._keeper import RUNTIME_LOG
-from nblaunch.elastic.forkserver import Server, server_of_fork
+from nblaunch.host.forkserver import Server, server_of_fork
 
 if TYPE_CHECKING:
     from nblaunch._registry import Registration
-    from nblaunch.group.hub import Hub
+    from nblaunch.host.hub import Hub
     from nblaunch.runtime.requests import RequestHandler
 
 # As mallopt takes them (malloc.h); without this the limit follows the largest block that was freed.

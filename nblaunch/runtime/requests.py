@@ -22,9 +22,9 @@ from nblaunch._help import FailureKind
 from nblaunch._registry import Owner, Registration
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.elastic.forkserver import try_fork
 from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.runtime import LocalRuntime
+from nblaunch.host.forkserver import try_fork
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.client import (
     AnswerToClient,
@@ -546,7 +546,9 @@ class RequestHandler:
 
         def attached() -> AnswerToClient:
             return wire.Attached(
-                session=session.record(),
+                session=session.key,
+                placement=session.placement,
+                attempt=session.group.attempt,
                 options=session.options,
                 names=tuple(session.group.names.values()),
                 held_by=held_by,

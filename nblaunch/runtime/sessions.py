@@ -16,10 +16,10 @@ from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._results import held_by
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.machine import RestartAsked
 from nblaunch.group.standby import GroupAndLogs
+from nblaunch.host.hub import Hub
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import (
     GiverChanged,
@@ -202,23 +202,27 @@ class RuntimeSession:
 
     def record(self) -> SessionRecord:
         """Return what each rank is doing, and the memory that is its own."""
-        members, running, giver = self.group.state, self.running, self.giver
+        running, giver = self.running, self.giver
+        shown = None if running is None or running.order.internal else running
         memory = self.group.memory()
         ranks = {} if running is None or running.end is not None else running.state.ranks
         open_questions = () if running is None else running.known.questions
         prompts = {each.rank: each.prompt for each in reversed(open_questions)}
         asks = {rank: f"asks {prompt!r:.60}" for rank, prompt in prompts.items()}
         doing = running.state.doing if running is not None and running.end is None else ""
+        members = sorted(self.group.state.ranks.items())
         return SessionRecord(
-            session=self.key,
             name=self.name,
-            placement=self.placement,
+            # If an engine places the nodes, the placement is provisional.
+            world_size=len(members) or self.placement.nproc,
+            backend=self.placement.backend,
             attempt=self.group.attempt,
-            open=self.open,
             detached=self.detached,
             linger_left=self.linger_left,
-            giver=None if giver is None else giver.record,
-            running=None if running is None or running.order.internal else running.record,
+            client=None if giver is None else giver.record.pid,
+            running="" if shown is None else shown.order.title,
+            running_since=None if shown is None else shown.started,
+            session=self.key,
             ranks=tuple(
                 RankStatus(
                     rank=rank,
@@ -231,7 +235,7 @@ class RuntimeSession:
                     node=known.node,
                     cpu=self._cpu(rank, ranks.get(rank)),
                 )
-                for rank, known in sorted(members.ranks.items())
+                for rank, known in members
             ),
             started=self.started,
             engine=self.group.engine,

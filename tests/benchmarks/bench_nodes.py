@@ -34,11 +34,11 @@ import zmq
 import nblaunch
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.client.local import local
-from nblaunch.elastic.descriptors import raise_soft_limit
-from nblaunch.elastic.settings import Worker
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.key import KEY_FILE
-from nblaunch.nodes.link import encrypted
+from nblaunch.host import wire
+from nblaunch.host.descriptors import raise_soft_limit
+from nblaunch.host.key import KEY_FILE
+from nblaunch.host.link import encrypted
+from nblaunch.host.settings import Worker
 from nblaunch.protocol.messages import (
     Arrived,
     Dispatch,

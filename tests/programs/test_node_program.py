@@ -23,10 +23,10 @@ import torch
 import zmq
 
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.elastic.rendezvous import host_store
-from nblaunch.elastic.settings import ProcessSettings
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.link import encrypted
+from nblaunch.host import wire
+from nblaunch.host.link import encrypted
+from nblaunch.host.rendezvous import host_store
+from nblaunch.host.settings import ProcessSettings
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     Aborted,

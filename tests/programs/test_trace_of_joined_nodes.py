@@ -23,14 +23,14 @@ from servers import kept_server
 
 from nblaunch._inherited import JOIN_KEY
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.inherited import prepare_of
-from nblaunch.elastic.rendezvous import host_store
+from nblaunch.client.launch import prepare_of
 from nblaunch.group import lifecycle
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import JobState, Trigger
 from nblaunch.group.machine import Order
 from nblaunch.group.runtime import LocalRuntime
+from nblaunch.host.rendezvous import host_store
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Placement
 from nblaunch.protocol.messages import CellJob, Dispatch, Exited

@@ -26,7 +26,7 @@ import pytest
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch.client import line as line_module
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts, noting_interrupts
-from nblaunch.group.hub import Hub
+from nblaunch.host.hub import Hub
 from nblaunch.protocol.client import (
     Done,
     InterruptSession,

@@ -11,9 +11,9 @@ from servers import NoServer
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.elastic.agent import RankAgent
-from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.host.agent import RankAgent
+from nblaunch.host.directed import DirectedRendezvous, DirectedRound
+from nblaunch.host.settings import AgentSettings, RendezvousConfig
 from nblaunch.options.launch import LaunchOptions
 
 LATE = 10.0

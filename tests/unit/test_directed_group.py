@@ -13,13 +13,13 @@ import pytest
 from servers import NoServer
 
 from nblaunch._errors import LaunchError
-from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import Connected, WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import JobState, Trigger
 from nblaunch.group.runtime import LocalRuntime
-from nblaunch.group.usage import SeenGpus
+from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.host.usage import SeenGpus
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     Dispatch,

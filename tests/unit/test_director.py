@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nblaunch.group.lifecycle import ReleaseWorkers
 from nblaunch.group.machine import Order
+from nblaunch.host.wire import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
 from nblaunch.nodes import director
 from nblaunch.nodes.director import (
     AllStarted,
@@ -37,7 +38,6 @@ from nblaunch.nodes.director import (
     WorkersStarted,
     step,
 )
-from nblaunch.nodes.messages import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
 
 UNLIMITED = 2**31 - 1
 GRACE = 2.0

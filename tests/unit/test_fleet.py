@@ -23,24 +23,23 @@ from nblaunch._errors import LaunchError, OptionError, RunFailedError, RunPreemp
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.modules import digest_of
-from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group.hub import Hub
+from nblaunch.host import wire
+from nblaunch.host.hub import Hub
+from nblaunch.host.join import HERE_PLACE, place_of
+from nblaunch.host.link import encrypted
+from nblaunch.host.reach import Probe, try_all
+from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.nodes import fleet as fleet_module
-from nblaunch.nodes import messages as wire
 from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.engine import (
-    HERE_PLACE,
     Allocation,
     Engine,
     NodeFate,
     NodeProgram,
     Wish,
     own_address,
-    place_of,
 )
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
-from nblaunch.nodes.link import encrypted
-from nblaunch.nodes.reach import Probe, try_all
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     CellJob,
@@ -339,7 +338,7 @@ class Fleets:
         events = Events(self.directory / name, name, keep=keep)
         settings = AgentSettings(
             nproc=2,
-            options=LaunchOptions(max_restarts=0, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
+            options=replace(fleet.conf.options, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
             run_id="r",
             log_dir=self.directory,
         )

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch._results import LogText, read_text
-from nblaunch.elastic import logs
-from nblaunch.elastic.logs import LogTail
-from nblaunch.elastic.settings import Worker
 from nblaunch.group.job import RankLogs
+from nblaunch.host import logs
+from nblaunch.host.logs import LogTail
+from nblaunch.host.settings import Worker
 from nblaunch.protocol.messages import Offsets, Payload, Returned, Started, Stream
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ import psutil
 from nblaunch._cgroups import oom_kills
 from nblaunch._results import read_text
 from nblaunch.diagnose.failures import explain_exit
-from nblaunch.elastic.logs import read_end
+from nblaunch.host.logs import read_end
 from nblaunch.protocol.messages import DUMP_SIGNAL, Exited, dump_path, fatal_path
 from nblaunch.protocol.reports import readable_main_stack
 

@@ -25,16 +25,16 @@ from nblaunch import _inherited
 from nblaunch._errors import LaunchError
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose.failures import value_lost
-from nblaunch.elastic.agent import AgentThread
-from nblaunch.elastic.directed import DirectedRound
-from nblaunch.elastic.logs import MOST_BYTES, free
-from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group.runtime import LocalRuntime
-from nblaunch.group.stacks import ExitReasons, stacks_of_silent
-from nblaunch.group.usage import SeenGpus, measuring
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.code import NodeCode
-from nblaunch.nodes.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
+from nblaunch.host import wire
+from nblaunch.host.agent import AgentThread
+from nblaunch.host.code import NodeCode
+from nblaunch.host.directed import DirectedRound
+from nblaunch.host.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
+from nblaunch.host.local import LocalHost
+from nblaunch.host.logs import MOST_BYTES, free
+from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.host.stacks import ExitReasons, stacks_of_silent
+from nblaunch.host.usage import SeenGpus, measuring
 from nblaunch.protocol.client import Event, Placement
 from nblaunch.protocol.messages import (
     Abort,
@@ -87,7 +87,7 @@ class NodeRelay:
 
     def __init__(  # noqa: PLR0913 - what a group is, and what of this process and node it uses
         self,
-        runtime: LocalRuntime,
+        runtime: LocalHost,
         send: Callable[[wire.FromNode, memoryview | bytes | None], None],
         settings: AgentSettings,
         prepare: Callable[[Prepare], Prepare],
@@ -125,7 +125,7 @@ class NodeRelay:
         """Messages of ranks to send with the hub's next turn, or before any other message."""
         self._prepared: Prepare | None = None
         """As the ranks of this machine got it last."""
-        self._processes, self._keep, self._nproc = settings.processes, opened.keep, settings.nproc
+        self._settings, self._keep, self._nproc = settings, opened.keep, settings.nproc
         self._aborting: set[int] = set()
         """Ranks that are to be ended, but are still inside NCCL."""
         self._clear(0)
@@ -386,7 +386,7 @@ class NodeRelay:
             used = wire.RanksMeasured(group=self.name, attempt=self.attempt, usages=measured.usages)
             self._hub.call(lambda: self._send(used))
 
-        alone, prepared = self._processes.virtual_local_rank, self._prepared
+        alone, prepared = self._settings.options.virtual_local_rank, self._prepared
         seen = None if prepared is None else SeenGpus.by(prepared, alone=alone)
         self._measuring.enter_context(measuring(self._state, report, wanted=True, seen=seen))
 
@@ -482,6 +482,7 @@ class NodeRelay:
         # If a group starts again after days, a cleaner may have removed both.
         self._hub.be_reachable()
         self._directory.mkdir(mode=0o700, exist_ok=True)
+        processes = self._settings.processes
         orders = Orders(
             self._hub.address,
             self.group,
@@ -489,9 +490,9 @@ class NodeRelay:
             attempt,
             str(self._directory),
             keep=self._keep,
-            fresh=self._processes.environ if self._processes.start_method == "spawn" else None,
-            virtual_local_rank=self._processes.virtual_local_rank,
-            numa_binding=self._processes.numa_binding,
+            fresh=processes.environ if processes.start_method == "spawn" else None,
+            virtual_local_rank=self._settings.options.virtual_local_rank,
+            numa_binding=self._settings.options.numa_binding,
         )
         return (orders,)
 
