@@ -41,9 +41,10 @@ from typing import Any, TypeAlias, assert_never
 import msgspec
 from msgspec.structs import replace
 
-from nblaunch.group.lifecycle import ReleaseWorkers
+from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
 from nblaunch.group.machine import Machine, Order
 from nblaunch.host.wire import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
+from nblaunch.protocol.messages import Noticed
 
 # Peers in a collective with a failed rank raise now. This lets them report it before they are ended.
 _LAST_WORDS_SECONDS = 0.1
@@ -183,7 +184,7 @@ class DirectorState(msgspec.Struct, frozen=True):
     lost: str = ""
     """Which node was lost last, and how."""
     due: float = _NEVER
-    """When a `Tick` is needed (monotonic)."""
+    """When `Trigger.TICK` is needed (monotonic)."""
     regroups: bool = False
     """Whether the ranks regroup at `due`, instead of being replaced."""
     released: bool | None = None
@@ -267,14 +268,10 @@ class EngineEnded(msgspec.Struct, frozen=True):
     why: str
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
-
-
 _OfNodes: TypeAlias = (
     NodeCame | NodesExpected | NodeLost | NodeMeets | WorkersStarted | RankGone | NodeHasEnded
 )
-DirectorEvent: TypeAlias = _OfNodes | Ordered | EngineEnded | Tick
+DirectorEvent: TypeAlias = _OfNodes | Ordered | EngineEnded | Trigger
 
 
 # Actions
@@ -307,10 +304,6 @@ class NodeOrder(msgspec.Struct, frozen=True):
     message: ToNode
 
 
-class NodeWaits(msgspec.Struct, frozen=True):
-    """Report a node that came while other nodes have kept ranks; the group decides when it joins."""
-
-
 class AskForNodes(msgspec.Struct, frozen=True):
     """Ask the engine for more nodes."""
 
@@ -324,12 +317,6 @@ class DropNode(msgspec.Struct, frozen=True):
     why: str
 
 
-class DirectorNote(msgspec.Struct, frozen=True):
-    """Show a text with the next result."""
-
-    text: str
-
-
 class EndAgent(msgspec.Struct, frozen=True):
     """Report the end of all agents; `error` says why, "" if they were released or stopped."""
 
@@ -337,8 +324,9 @@ class EndAgent(msgspec.Struct, frozen=True):
 
 
 DirectorAction: TypeAlias = (
-    BeginAttempt | AllStarted | NodeOrder | NodeWaits | AskForNodes | DropNode | DirectorNote | EndAgent
+    BeginAttempt | AllStarted | NodeOrder | AskForNodes | DropNode | EndAgent | Noticed | Trigger
 )
+"""A notice and `Trigger.NODE_ARRIVED` are for the lifecycle: it decides when a new node joins kept ranks."""
 
 
 def step(
@@ -364,7 +352,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
             case EngineEnded(why):
                 if not self.state.released:
                     self.end(why)
-            case Tick():
+            case Trigger():
                 self.tick()
             case _ if event.node in self.state.nodes:
                 self.of_node(event, self.state.nodes[event.node])
@@ -381,7 +369,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 self.lost(name, node, why, asked=asked)
             case NodeMeets(name, after, error):
                 if error:
-                    self.act(DirectorNote(f"node {name}: {error}"))
+                    self.act(Noticed(text=f"node {name}: {error}"))
                 if after == node.attempt:
                     self.set_node(name, waits=True, started=False)
                     self.meets(name)
@@ -430,7 +418,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                     self.restart_soon("failure")
                 self.go_on_if_all_wait()
             case DirectorStage.RUNNING if state.kept:
-                self.act(NodeWaits())
+                self.act(Trigger.NODE_ARRIVED)
             case DirectorStage.RESTARTING | DirectorStage.LEAVING:
                 self.go_on_if_all_wait()
             case _:
@@ -537,7 +525,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 if self.say_if_all_started():
                     self.set(stage=DirectorStage.RUNNING)
                     if state.kept and state.nodes.count("waits"):
-                        self.act(NodeWaits())
+                        self.act(Trigger.NODE_ARRIVED)
             case DirectorStage.RUNNING:
                 self.say_if_all_started()
             case DirectorStage.RESTARTING:

@@ -41,7 +41,7 @@ from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPree
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
 from nblaunch.group.group import Agent, Connected, Peers, WorkerGroup
-from nblaunch.group.lifecycle import ReleaseWorkers
+from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
 from nblaunch.group.machine import Order
 from nblaunch.host import wire
 from nblaunch.host.code import JobCode
@@ -67,6 +67,7 @@ from nblaunch.protocol.messages import (
     EngineSaid,
     EngineState,
     Interrupt,
+    Noticed,
     Payload,
     Phase,
     Recover,
@@ -1098,7 +1099,7 @@ class FleetGroup(NodeGroup, Agent):
         """Send what is held, and do what is due."""
         self.flush()
         if time.monotonic() >= self._state.due:
-            self.feed(director.Tick())
+            self.feed(Trigger.TICK)
         if time.monotonic() >= self._lost_payload[0]:
             msg = (
                 f"the job's data did not arrive: a data connection from {self._lost_payload[1]} ended, "
@@ -1147,9 +1148,9 @@ class FleetGroup(NodeGroup, Agent):
                     self._fleet.remark_lost(count, self._state.lost)
             case director.DropNode(node, why):
                 self._fleet.drop(node, why)
-            case director.DirectorNote(text):
+            case Noticed(text=text):
                 self.events.noted(text)
-            case director.NodeWaits():
+            case Trigger():
                 self.events.node_waits()
             case director.EndAgent(error):
                 self._end(error)

@@ -39,6 +39,7 @@ from nblaunch.runtime import launch
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
+_UNTRACED = (Order.KEEP_PAYLOAD, Order.LET_FINISH, Order.CLOSE_GROUP)
 KEY = secrets.token_hex(32)
 # A rank leaves a mark once it is at work, and returns once there is one for all.
 CELL = """
@@ -93,7 +94,7 @@ class Scene:
         def performed(action: Any, job: Job | None) -> None:
             if isinstance(action, lifecycle.ReleaseWorkers):
                 self.trace.append(f"release {action.succeeded} {len(action.others)}")
-            elif isinstance(action, Order) and action not in (Order.KEEP_PAYLOAD, Order.LET_FINISH):
+            elif isinstance(action, Order) and action not in _UNTRACED:
                 self.trace.append(f"order {action.name}")
             perform(action, job)
 

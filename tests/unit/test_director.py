@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.group.lifecycle import ReleaseWorkers
+from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
 from nblaunch.group.machine import Order
 from nblaunch.host.wire import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
 from nblaunch.nodes import director
@@ -31,10 +31,8 @@ from nblaunch.nodes.director import (
     NodeMeets,
     NodeOrder,
     NodesExpected,
-    NodeWaits,
     Ordered,
     RankGone,
-    Tick,
     WorkersStarted,
     step,
 )
@@ -107,7 +105,7 @@ class Directed:
 
     def after(self, seconds: float) -> list[DirectorAction]:
         self.now += seconds
-        return self.feed(Tick())
+        return self.feed(Trigger.TICK)
 
     # --- shorthands ------------------------------------------------------------------------------
 
@@ -362,7 +360,7 @@ def test_ranks_that_are_to_be_replaced_do_not_go_on():
 
 def test_a_node_that_comes_late_joins_the_ranks_that_are_there_when_the_group_lets_it():
     group = Directed(1, 2, kept=True).start("hA")
-    assert group.come("hB") == [NodeWaits()]
+    assert group.come("hB") == [Trigger.NODE_ARRIVED]
     assert group.after(10) == []
     group.feed(Ordered(0, Order.REGROUP_NODES))
     actions = group.after(0.1)
@@ -376,7 +374,7 @@ def test_a_node_that_came_while_others_met_is_known_once_they_have():
     group.feed(NodesExpected(1))
     group.come("hA")
     assert group.come("hB") == []
-    assert group.feed(WorkersStarted("hA", 0)) == [AllStarted(0, 2), NodeWaits()]
+    assert group.feed(WorkersStarted("hA", 0)) == [AllStarted(0, 2), Trigger.NODE_ARRIVED]
 
 
 def test_a_node_that_is_lost_before_its_ranks_have_joined_costs_the_others_nothing():
@@ -488,7 +486,7 @@ def any_event(draw: st.DrawFn, state: DirectorState) -> DirectorEvent:
         NodeHasEnded: NodeHasEnded(node),
         Ordered: Ordered(attempt, draw(st.sampled_from(ORDERS))),
         EngineEnded: EngineEnded("taken back"),
-        Tick: Tick(),
+        Trigger: Trigger.TICK,
     }
     return made[kind]
 
@@ -550,7 +548,7 @@ class Obedient:
                 self.answer(waiting[0])
             elif self.group.state.due < float("inf"):
                 self.group.now = max(self.group.now, self.group.state.due)
-                self.feed(Tick())
+                self.feed(Trigger.TICK)
             else:
                 return
 
@@ -576,7 +574,7 @@ def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
                         Ordered(state.attempt, Order.RESTART_AGENT),
                         Ordered(state.attempt, ReleaseWorkers(succeeded=False, others=frozenset())),
                         Ordered(state.attempt, ReleaseWorkers(succeeded=True, others=frozenset())),
-                        Tick(),
+                        Trigger.TICK,
                     )
                 )
             )
