@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import platform
 import secrets
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -213,8 +215,8 @@ class WorkerGroup:
         self._logs = RankLogs(settings.log_dir if settings.private_logs else None)
         self._raw: tuple[FromRank, bytes] | None = None
         """The message that is being fed, and the bytes that its rank has sent."""
-        self._looks_asked = 0
-        self._who_looks: dict[int, Callable[[HangReport], None]] = {}
+        self._looks = itertools.count()
+        self._who_looks: dict[int, Future[HangReport]] = {}
         """Who has asked where the ranks are, by the number of the look."""
         self._error: BaseException | None = None
         self._may_end = threading.Event()
@@ -320,22 +322,18 @@ class WorkerGroup:
 
         Ranks that seem to wait for each other are asked once more.
         """
-        found: list[HangReport] = []
-        looked = threading.Event()
-
-        def take(report: HangReport) -> None:
-            found.append(report)
-            looked.set()
+        found: Future[HangReport] = Future()
 
         def ask() -> None:
-            self._looks_asked += 1
-            self._who_looks[self._looks_asked] = take
-            self._feed(LocateRanks(self._looks_asked, seconds))
+            number = next(self._looks)
+            self._who_looks[number] = found
+            self._feed(LocateRanks(number, seconds))
 
         self._hub.call(ask)
-        looked.wait(2 * seconds + _LOOK_SECONDS)
-        # The hub may have ended.
-        return found[0] if found else hang.report({})
+        try:
+            return found.result(2 * seconds + _LOOK_SECONDS)
+        except TimeoutError:  # the hub may have ended
+            return hang.report({})
 
     def _read_stacks(self, ranks: frozenset[int]) -> None:
         """Have nodes read the stacks of their ranks, and a thread those of this machine: it may block."""
@@ -767,7 +765,7 @@ class WorkerGroup:
             case lifecycle.ReadStacks(ranks):
                 self._read_stacks(ranks)
             case lifecycle.RanksLocated(number, report):
-                self._who_looks.pop(number)(report)
+                self._who_looks.pop(number).set_result(report)
             case lifecycle.ReleaseWorkers(succeeded, others):
                 self._agent.release(succeeded=succeeded, others=others)
                 if self._followers is not None:

@@ -31,7 +31,6 @@ from nblaunch.protocol.messages import (
     Displayed,
     Finishing,
     FromRank,
-    Noticed,
     Offsets,
     Payload,
     Preempted,
@@ -321,10 +320,6 @@ class Job:
             return False  # it takes no part
         local_rank = known.local_rank if known is not None else rank.local_rank
         return self.options.shows(local_rank, printed.stream)
-
-    def notice(self, text: str) -> None:
-        """Show a text with the result; only before the job is given to a group."""
-        self.fold(Noticed(text=text))
 
     def fold(self, message: Message) -> None:
         """Fold a message into a job that no group runs: the machine of its group does that otherwise."""

@@ -145,7 +145,6 @@ class RunningJob(Job):
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
         """Give the job to a group, unless it was interrupted before."""
         self.group, self._prepare, self._hub = group, prepare, hub
-        hub.after_turn.append(self._due)
         if self._interrupted:
             ending = replace(self.known.ending, begun=True, interrupted=True, where=self.state.where)
             self.known = replace(self.known, ending=ending)
@@ -155,6 +154,7 @@ class RunningJob(Job):
             return
         group.begin(self, prepare)
         group.start()
+        hub.after_turn.append(self._due)
 
     def interrupt(self, *, sparing: bool = False) -> None:
         """Interrupt the job; the second time its ranks are ended, unless `sparing` them.
@@ -225,7 +225,8 @@ class RunningJob(Job):
         self._ended_at = time.time()
         if group is not None:
             self.events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
-            self._hub.after_turn.remove(self._due)
+            if self._due in self._hub.after_turn:
+                self._hub.after_turn.remove(self._due)
         self._brought.close()
         for connection in self.watchers:
             if connection.behind:

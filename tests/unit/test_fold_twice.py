@@ -150,7 +150,7 @@ REPORT = HangReport(groups=(), collectives={}, silent={0: "stack"}, finished=(1,
 @pytest.mark.parametrize("doing", ["", "re-forming"])
 def test_a_job_is_followed_to_its_end(job, doing):
     frames: list[bytes] = []
-    job.notice("before anyone follows it")
+    job.fold(Noticed(text="before anyone follows it"))
     there = decode_state(encode_state(job.state))
     job.listeners.append(lambda _, raw: frames.append(raw))
     job.fold(Waiting(doing=doing))
