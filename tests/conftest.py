@@ -439,7 +439,7 @@ def poke(monkeypatch):
     from nblaunch.client.local import local
 
     local().close()
-    monkeypatch.setattr("nblaunch.client.boot.LIVE", NAME)
+    monkeypatch.setattr("nblaunch.client.local.LIVE", NAME)
     yield Poke()
     local().close()
 

@@ -45,10 +45,11 @@ Invariants:
 
 Modules, each after those that it imports:
 
+    machine     what the pure machines have in common: a step, messages to ranks, surveys
     fitness     whether a group is fit for another job: evidence before health
-    recovery    interrupts, and making ranks fit for another job: two pure machines
+    recovery    making ranks fit for another job; a pure machine
     locating    where the ranks are: asked, read from outside, and asked again; a pure machine
-    ending      a job that does not end by itself: interrupts, timeout, hang; its limits, and how far it is
+    ending      a job that does not end by itself: what follows from interrupts, timeout and hang; pure
     lifecycle   `step`: every decision on jobs and ranks, stage by stage
     job         one job: its state, values and log files
     group       `WorkerGroup`: makes events, performs actions

@@ -12,11 +12,13 @@ taken for failures of the run.
 from __future__ import annotations
 
 import functools
+import itertools
 import platform
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
@@ -31,8 +33,8 @@ from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose import failures, hang
 from nblaunch.group import lifecycle
 from nblaunch.group.job import Job, RankLogs
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Publish, Trigger, step
-from nblaunch.group.recovery import Send
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Publish, Trigger, step
+from nblaunch.group.machine import LocateRanks, Order, Send
 from nblaunch.host.local import LocalHost
 from nblaunch.host.ranks import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
@@ -49,6 +51,7 @@ from nblaunch.protocol.messages import (
     Hello,
     Measured,
     Names,
+    Noticed,
     Prepare,
     Printed,
     Profiled,
@@ -129,8 +132,8 @@ class WorkerGroup:
         self._logs = RankLogs(settings.log_dir if settings.private_logs else None)
         self._raw: tuple[FromRank, bytes] | None = None
         """The message that is being fed, and the bytes that its rank has sent."""
-        self._looks_asked = 0
-        self._who_looks: dict[int, Callable[[HangReport], None]] = {}
+        self._looks = itertools.count()
+        self._who_looks: dict[int, Future[HangReport]] = {}
         """Who has asked where the ranks are, by the number of the look."""
         self._error: BaseException | None = None
         self.usages: dict[int, Usage] = {}
@@ -205,15 +208,10 @@ class WorkerGroup:
 
         def given() -> None:
             self.job = job
-            if job is None:
-                self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace))
-                return
-            job.logs = self._logs.begin_job(self.attempt)
-            self._feed(
-                lifecycle.JobGiven(
-                    prepare, self.settings.options.grace, job.state, job.known.internal, job.known.ending
-                )
-            )
+            if job is not None:
+                job.logs = self._logs.begin_job(self.attempt)
+            known = None if job is None else job.known
+            self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace, known))
 
         self._hub.call(given)
 
@@ -226,22 +224,18 @@ class WorkerGroup:
 
         Ranks that seem to wait for each other are asked once more.
         """
-        found: list[HangReport] = []
-        looked = threading.Event()
-
-        def take(report: HangReport) -> None:
-            found.append(report)
-            looked.set()
+        found: Future[HangReport] = Future()
 
         def ask() -> None:
-            self._looks_asked += 1
-            self._who_looks[self._looks_asked] = take
-            self._feed(lifecycle.LocateRanks(self._looks_asked, seconds))
+            number = next(self._looks)
+            self._who_looks[number] = found
+            self._feed(LocateRanks(number, seconds))
 
         self._hub.call(ask)
-        looked.wait(2 * seconds + _LOOK_SECONDS)
-        # The hub may have ended.
-        return found[0] if found else hang.report({})
+        try:
+            return found.result(2 * seconds + _LOOK_SECONDS)
+        except TimeoutError:  # the hub may have ended
+            return hang.report({})
 
     def measure(self, *, wanted: bool) -> None:
         """Have the ranks measured until nobody wants it any more; on the hub's thread."""
@@ -329,11 +323,11 @@ class WorkerGroup:
 
     def said(self, message: EngineSaid) -> None:
         """Fold an engine's report about the nodes."""
-        self._feed(lifecycle.Observed(message))
+        self._feed(message)
 
     def noted(self, text: str) -> None:
         """Show a text with the next result."""
-        self._feed(lifecycle.Noted(text))
+        self._feed(Noticed(text=text))
 
     def placed(self, backend: str, device_type: str) -> None:
         """Use, for the next attempt, the backend and devices that all of its nodes have."""
@@ -397,7 +391,7 @@ class WorkerGroup:
 
     def rank_gone(self, exited: Exited) -> None:
         """Fold the exit of a process, after what its rank has sent."""
-        self._feed(lifecycle.WorkerExited(exited))
+        self._feed(exited)
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Release those of these ranks that have failed: none is still at work."""
@@ -418,12 +412,12 @@ class WorkerGroup:
 
     def node_waits(self) -> None:
         """Have a new node's ranks join the others."""
-        self._feed(lifecycle.NodeArrived())
+        self._feed(Trigger.NODE_ARRIVED)
 
     def measured(self, usages: Mapping[int, Usage]) -> None:
         """Fold a measurement of ranks."""
         self.usages |= usages
-        self._feed(lifecycle.Observed(Measured(usages=dict(usages))))
+        self._feed(Measured(usages=dict(usages)))
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
         """Take the stacks of ranks that do not answer."""
@@ -453,29 +447,21 @@ class WorkerGroup:
             case Asked() if self.job is not None:
                 self.job.asked(message)
             case Returned() | Profiled():
-                taken = self._taken(message)
+                taken = None if self.job is None else self.job.take(message)
                 if taken is None:
-                    return
+                    return  # nobody waits for it any more
                 message = taken
             case _:
                 pass
         message = self._with_holders(message)
         self._raw = (message, data) if data is not None and message is sent else None
-        self._feed(lifecycle.Received(message))
+        self._feed(message)
         self._raw = None
-
-    def _taken(self, message: Returned | Profiled) -> FromRank | None:
-        """Hold what a rank has sent for the job; None if nobody waits for it any more."""
-        if self.job is None:
-            return None
-        return (
-            self.job.take_value(message) if isinstance(message, Returned) else self.job.take_profile(message)
-        )
 
     def _observe(self, output: Iterable[Printed]) -> None:
         for printed in output:
             if self.job is not None and self.job.shows(printed):
-                self._feed(lifecycle.Observed(printed))
+                self._feed(printed)
 
     def _with_holders(self, message: FromRank) -> FromRank:
         """Add to the failure of a rank that lacked GPU memory which processes hold it."""
@@ -579,16 +565,17 @@ class WorkerGroup:
                 for host in self._hosts:
                     host.read_stacks(ranks)
             case lifecycle.RanksLocated(number, report):
-                self._who_looks.pop(number)(report)
+                self._who_looks.pop(number).set_result(report)
             case lifecycle.ReleaseWorkers(succeeded, others):
                 for host in self._hosts:
                     host.release(succeeded=succeeded, others=others)
-            case lifecycle.CloseGroup(succeeded):
-                self._close(succeeded=succeeded)
             case lifecycle.SendJob(rank) if job is not None:
                 self._send(rank, job.dispatch_to(rank))
-            case lifecycle.Warn(text) if job is not None:
+            case Noticed(text=text) if job is not None:
                 job.late.append(text)
+            case Order.CLOSE_GROUP:
+                known = self._life.job
+                self._close(succeeded=known is not None and known.succeeded)
             case Order():
                 self._give_order(action, job)
             case _:
@@ -602,19 +589,14 @@ class WorkerGroup:
         """Have the agent do something, and the peers follow, or do it for the job."""
         match order:
             case Order.FINISH_JOB if job is not None:
-                job.launch_failure = self._life.launch_failure
-                self._end(job)
+                job.finish(time.time(), self._error)
             case Order.KEEP_PAYLOAD if job is not None:
-                job.whole()
+                job.payload_kept()
             case Order.FORGET_VALUES if job is not None:
                 job.release_values()
             case _:
                 for host in self._hosts if order in _OF_HOSTS else ():
                     _OF_HOSTS[order](host)
-
-    def _end(self, job: Job) -> None:
-        job.error = job.error or self._error
-        job.end(time.time())
 
     def _send(self, rank: int, message: ToRank) -> None:
         any(host.send(rank, message) for host in self._hosts)

@@ -70,7 +70,6 @@ class RankAgent(LocalElasticAgent):
 
         Where the runtime decides each rendezvous, the agent calls `waiting`, and then waits for `meet`.
         """
-        wanted = settings.processes
         self.settings = settings
         self._arguments = arguments
         self._events = events
@@ -80,8 +79,8 @@ class RankAgent(LocalElasticAgent):
             DirectedRendezvous(settings.run_id, waiting, self._stop) if settings.directed else None
         )
         self.rendezvous = self._directed or rendezvous.make_rendezvous(settings, self._stop)
-        self._kept_logs = KeptLogs(wanted.logs_specs, os.fspath(settings.log_dir))
-        self._stream = EventStream(wanted.event_log_handler, events.recorded)
+        self._kept_logs = KeptLogs(settings.options.logs_specs, os.fspath(settings.log_dir))
+        self._stream = EventStream(settings.options.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
         spec = WorkerSpec(
             role=settings.options.role,
@@ -251,10 +250,10 @@ class RankAgent(LocalElasticAgent):
         return pids
 
     def _filter_lines(self, worker_group: WorkerGroup, context: PContext) -> None:
-        wanted = self.settings.processes
+        wanted = self.settings.options
         prefixes = line_prefixes(
             wanted.log_line_prefix_template,
-            self.settings.options.role,
+            wanted.role,
             {worker.local_rank: worker.global_rank for worker in worker_group.workers},
         )
         for stream, logs, words in (

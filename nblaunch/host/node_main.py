@@ -60,7 +60,7 @@ from nblaunch.host.relay import NodeRelay, of_this_machine, orders_of, send_to_n
 from nblaunch.host.settings import DIRECTED, AgentSettings, ProcessSettings, RendezvousConfig
 from nblaunch.host.wire import Inventory
 from nblaunch.options.kinds import port_range
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
 from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import ProtocolError
@@ -553,11 +553,12 @@ class NodeHost:
         options, loaded_under = self._options, self._runtime.server.loaded_under()
         if self._rdzv is None:
             processes = _processes(opened.processes, environ, loaded_under)
-            run_id = opened.group
+            run_id, told = opened.group, opened.options
         else:
             processes = process_settings(options, environ, loaded_under)
-            run_id = options.rdzv_id or ""
-        alone = processes.virtual_local_rank
+            own = {each.name: getattr(options, each.name) for each in OPTIONS if each.scope == "node"}
+            run_id, told = options.rdzv_id or "", replace(opened.options, **own)
+        alone = told.virtual_local_rank
         placement = place_ranks(options.nproc_per_node, opened.backend, environ, virtual_local_rank=alone)
         descriptors.make_room(placement.nproc)
         forked = self._rdzv is None and processes.start_method == "forkserver"
@@ -566,11 +567,7 @@ class NodeHost:
         settings = AgentSettings(
             nproc=placement.nproc,
             # The notebook decides when to give up.
-            options=replace(
-                opened.options,
-                role=opened.options.role if self._rdzv is None else options.role,
-                max_restarts=_UNLIMITED,
-            ),
+            options=replace(told, max_restarts=_UNLIMITED),
             run_id=run_id,
             log_dir=logs,
             private_logs=not options.log_dir,

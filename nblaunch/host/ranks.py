@@ -175,7 +175,7 @@ class RankHost(AgentThread, GroupHost):
         self.group, self.token = secrets.token_hex(4), secrets.token_hex(16)
         self.attempt = -1
         self._hub, self._owner, self._directory, self._keep = local.hub, owner, directory, keep
-        self._processes = settings.processes
+        self._settings = settings
         self._exit_reasons = ExitReasons(directory)
         self._may_end, self._measuring = threading.Event(), contextlib.ExitStack()
         self._prepared: Prepare | None = None
@@ -243,7 +243,7 @@ class RankHost(AgentThread, GroupHost):
         """Start or stop measuring the ranks."""
         self._measuring.close()
         if wanted:
-            alone, prepared = self._processes.virtual_local_rank, self._prepared
+            alone, prepared = self._settings.options.virtual_local_rank, self._prepared
             seen = None if prepared is None else SeenGpus.by(prepared, alone=alone)
             self._measuring.enter_context(measuring(self._state, self._report, wanted=True, seen=seen))
 
@@ -335,6 +335,7 @@ class RankHost(AgentThread, GroupHost):
     # --- from the agent, on its thread -------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
+        options, processes = self._settings.options, self._settings.processes
         # If a group starts again after days, a cleaner may have removed both.
         self._hub.be_reachable()
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -345,9 +346,9 @@ class RankHost(AgentThread, GroupHost):
             attempt,
             spill=str(self._directory),
             keep=self._keep,
-            fresh=self._processes.environ if self._processes.start_method == "spawn" else None,
-            virtual_local_rank=self._processes.virtual_local_rank,
-            numa_binding=self._processes.numa_binding,
+            fresh=processes.environ if processes.start_method == "spawn" else None,
+            virtual_local_rank=options.virtual_local_rank,
+            numa_binding=options.numa_binding,
         )
         return (orders,)
 

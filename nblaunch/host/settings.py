@@ -52,16 +52,9 @@ class Worker(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """torchelastic's settings of the ranks' processes, logs and events; the defaults are its own."""
+    """How the ranks' processes start, besides the options; `start_method` is the one that is used."""
 
-    logs_specs: str | None = None
-    duplicate_stdout_filters: tuple[str, ...] = ()
-    duplicate_stderr_filters: tuple[str, ...] = ()
-    log_line_prefix_template: str = ""
-    event_log_handler: str = "null"
-    numa_binding: str | None = None
     start_method: str = "forkserver"
-    virtual_local_rank: bool = False
     watchdog: bool = False
     """Whether ranks that overrun an expiration timer are killed."""
     timer_file: str | None = None

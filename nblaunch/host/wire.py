@@ -269,7 +269,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Prepare a group and its agent; answered by `MeetAgain` if the runtime decides each rendezvous.
 
     `nodes` are the least and the most, for torch's rendezvous, in which a node of an endpoint takes part;
-    such a node has a role and `processes` of its own.
+    such a node has `processes` and options of a node of its own.
     `backend` is the one asked for; `Prepare` carries the final one, once all nodes are known. `env` are
     variables for the ranks. `cwd` is the notebook's directory, used if it exists. `processes` lack `environ`:
     a node's ranks have the node's environment.

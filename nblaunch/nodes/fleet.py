@@ -42,6 +42,8 @@ from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPree
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
 from nblaunch.group.group import WorkerGroup
+from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
+from nblaunch.group.machine import Order
 from nblaunch.host import wire
 from nblaunch.host.code import JobCode
 from nblaunch.host.hub import Hub
@@ -67,6 +69,7 @@ from nblaunch.protocol.messages import (
     EngineSaid,
     EngineState,
     Interrupt,
+    Noticed,
     Payload,
     Phase,
     Recover,
@@ -1021,23 +1024,23 @@ class FleetGroup(NodeGroup):
 
     def stop(self) -> None:
         """End the ranks, and then the agents, which may not have started."""
-        self._ordered(director.StopOrdered)
+        self._ordered(Order.STOP_AGENT)
 
     def restart(self) -> None:
         """End the ranks, and start new ones."""
-        self._ordered(lambda: director.RestartOrdered(self.events.attempt))
+        self._ordered(Order.RESTART_AGENT)
 
     def rejoin(self) -> None:
         """Repeat the rendezvous after a membership change, with other ranks."""
-        self._ordered(lambda: director.RejoinOrdered(self.events.attempt))
+        self._ordered(Order.REJOIN_NODES)
 
     def regroup(self) -> None:
         """Have the remaining ranks go on with their variables, without lost nodes."""
-        self._ordered(lambda: director.RegroupOrdered(self.events.attempt))
+        self._ordered(Order.REGROUP_NODES)
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         """Expect the exits of the ranks, and stop the `others`."""
-        self._ordered(lambda: director.ReleaseOrdered(self.events.attempt, succeeded, others))
+        self._ordered(ReleaseWorkers(succeeded, others))
 
     def adopt(self, settings: AgentSettings) -> None:
         """Use these settings from now on."""
@@ -1057,16 +1060,16 @@ class FleetGroup(NodeGroup):
         """Wait for the end, for `timeout` seconds at most."""
         self._ended.wait(timeout)
 
-    def _ordered(self, order: Callable[[], DirectorEvent]) -> None:
+    def _ordered(self, order: Order | ReleaseWorkers) -> None:
         # On the hub's thread at once: later messages to ranks must not overtake the order.
-        self._fleet.hub.run(lambda: self.feed(order()), 0)
+        self._fleet.hub.run(lambda: self.feed(director.Ordered(self.events.attempt, order)), 0)
 
     def fail(self, error: BaseException) -> None:
         """End the group with this error."""
 
         def end() -> None:
             self._error = self._error or error
-            self.feed(director.StopOrdered())
+            self.feed(director.Ordered(self.events.attempt, Order.STOP_AGENT))
 
         self._fleet.hub.run(end, 0)
 
@@ -1115,7 +1118,7 @@ class FleetGroup(NodeGroup):
         """Send what is held, and do what is due."""
         self.flush()
         if time.monotonic() >= self._state.due:
-            self.feed(director.Tick())
+            self.feed(Trigger.TICK)
         if time.monotonic() >= self._lost_payload[0]:
             msg = (
                 f"the job's data did not arrive: a data connection from {self._lost_payload[1]} ended, "
@@ -1146,7 +1149,7 @@ class FleetGroup(NodeGroup):
                 except Exception as error:  # noqa: BLE001 - the group ends of it, and says why
                     _log.debug("a group on nodes could not do a step", exc_info=True)
                     self._error = self._error or error
-                    self._waiting.append(director.StopOrdered())
+                    self._waiting.append(director.Ordered(self.events.attempt, Order.STOP_AGENT))
         finally:
             self._feeding = False
 
@@ -1164,9 +1167,9 @@ class FleetGroup(NodeGroup):
                     self._fleet.remark_lost(count, self._state.lost)
             case director.DropNode(node, why):
                 self._fleet.drop(node, why)
-            case director.DirectorNote(text):
+            case Noticed(text=text):
                 self.events.noted(text)
-            case director.NodeWaits():
+            case Trigger():
                 self.events.node_waits()
             case director.EndAgent(error):
                 self._end(error)

@@ -26,7 +26,6 @@ Modules, each after those that it imports:
     kinds     what a value may be: numbers, seconds, choices, endpoints, variables; one `Kind` for each
     table     one row and its columns; lookup of the nearest name; the table as Markdown and as help
     launch    `LaunchOptions`, the table itself
-    streams   which of the ranks' output is shown
     line      a magic's line, parsed by argparse; its help and its completion; the torchrun command that
               starts a script with the same options
 """

@@ -39,7 +39,7 @@ from nblaunch.protocol.reports import session_ended
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
 from nblaunch.runtime.connections import ClientConnection, Connections
-from nblaunch.runtime.jobs import Jobs, RunningJob
+from nblaunch.runtime.jobs import RunningJob
 from nblaunch.runtime.launch import FreshRanks, session_ranks
 from nblaunch.runtime.place import PlacedRanks, place
 from nblaunch.runtime.sessions import RuntimeSession
@@ -79,7 +79,7 @@ class RequestHandler:
         """The ranks of runs whose job has not come yet: none of them is started."""
         self._ended: list[RuntimeSession] = []
         """Sessions that are over, and to whose logs results refer."""
-        self.jobs = Jobs(local.hub)
+        self.jobs: dict[int, RunningJob] = {}
         self._early: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
         self.connections: Connections
@@ -115,7 +115,6 @@ class RequestHandler:
     # --- from the connections ------------------------------------------------------------------------
 
     def handle(self, connection: ClientConnection, number: int, request: ClientRequest) -> None:
-        """Carry out a request, and answer it."""
         self._refuse_if_unused()
         served = self._methods[type(request)](connection, request)
         if callable(served):
@@ -182,7 +181,7 @@ class RequestHandler:
         """Bind the clients' sockets, in a directory that is made again if it is gone."""
         root = self._local.directory.root()
         self.connections.listen(root / "client")
-        self.connections.listen_for_notes(root / "notes", self.note)
+        self.connections.listen_for_notes(root / "notes")
 
     def listen_if_gone(self) -> None:
         """Bind them again where a cleaner of temporary directories has removed them."""
@@ -192,21 +191,24 @@ class RequestHandler:
                 self.listen()
 
     def lost(self, connection: ClientConnection) -> None:
-        """Send nothing more to a client that is gone."""
-        for number in self.jobs.leave(connection):
-            self._released(number)
         pid = connection.record.pid
-        if all(each.record.pid != pid for each in self.connections):
-            for number, count in self.jobs.results_of(pid).items():
-                self._results_gone(number, pid, count)
+        last = all(each.record.pid != pid for each in self.connections)
+        for job in list(self.jobs.values()):
+            given = job.giver is connection
+            job.leave(connection)
+            if given and job.order.internal:
+                self._released(job.number)  # nobody else will release it
+            if last and job.results[pid]:
+                self._results_gone(job.number, pid, job.results[pid])
         for session in self.sessions.values():
             session.leave(connection)
         self.changed.set()
 
     def caught_up(self, connection: ClientConnection) -> None:
         """Send the present state of its jobs to a client that was behind."""
-        for job in self.jobs.watched_by(connection):
-            connection.event(job.refreshed(connection))
+        for job in self.jobs.values():
+            if connection in job.watchers:
+                connection.event(job.refreshed(connection))
 
     def close(self) -> None:
         """End all sessions; on a thread that may wait."""
@@ -223,7 +225,7 @@ class RequestHandler:
     def _run_fresh(self, connection: ClientConnection, order: wire.JobOrder, ranks: FreshRanks) -> _Served:
         # The job is there at once, so that an interrupt finds it.
         job = RunningJob(order, connection, connection.record, self._local.directory.root)
-        self.jobs.add(job)
+        self.jobs[job.number] = job
         # On the nodes of a session, where these ranks would have the same: nothing is asked for.
         held = (session.nodes for session in self.sessions.values())
         ranks.nodes = next((each for each in held if each is not None and each.fit(order.options)), None)
@@ -249,8 +251,8 @@ class RequestHandler:
             ranks.used()
 
         def begin() -> None:
-            job.logs = made.logs
-            job.over = lambda: self._in_background(over)
+            job.private_logs = made.logs
+            job.when_over.append(lambda: self._in_background(over))
             job.begin(self._hub, made.group, ranks.place.prepare)
 
         try:
@@ -294,9 +296,9 @@ class RequestHandler:
 
         On a thread of the pool.
         """
-        if look is not None and not look.finished.wait(_LOOK_SECONDS):
+        if look is not None and not look.ended.wait(_LOOK_SECONDS):
             self._hub.call(look.interrupt)
-            look.finished.wait(_LOOK_ENDS_SECONDS)
+            look.ended.wait(_LOOK_ENDS_SECONDS)
         deadline = time.monotonic() + _REGROUP_SECONDS
         while session.group.regroups and time.monotonic() < deadline:
             if session.group.closed.wait(0.01):
@@ -328,7 +330,7 @@ class RequestHandler:
             return wire.Stale()
         root = self._local.directory.root
         job = RunningJob(request.order, connection, connection.record, root, session.tenure)
-        self.jobs.add(job)
+        self.jobs[job.number] = job
         if session.nodes is not None:
             session.nodes.learn(request.order)
         session.give(self._hub, job, self.jobs)
@@ -389,7 +391,7 @@ class RequestHandler:
             return wire.LateWarnings(texts=tuple(past.late))
         job = self._job(request.job)
         over = job.group is None or job.group.keep or job.group.closed.is_set()
-        return wire.LateWarnings(texts=tuple(job.job.late), complete=over)
+        return wire.LateWarnings(texts=tuple(job.late), complete=over)
 
     def _taken(self, connection: ClientConnection, request: wire.Taken) -> _Served:
         job = self.jobs.get(request.job)
@@ -414,18 +416,18 @@ class RequestHandler:
         job = self.jobs.get(number)
         if job is not None and job.group is not None and job.end is None:
             # Its client has left it alone: nothing of it goes before it has ended.
-            job.released = functools.partial(self._released, number)
+            job.when_over.append(functools.partial(self._released, number))
             return
-        job = self.jobs.forget(number)
+        job = self.jobs.pop(number, None)
         if job is None:
             return
-        job.release_values()
+        job.let_values_go()
         if not job.order.internal:
             self._events[number] = job.events
             while len(self._events) > _RELEASED_EVENTS:
                 self._events.pop(next(iter(self._events)))
-        if job.logs is not None:
-            self._in_background(functools.partial(remove_tree, job.logs))
+        if job.private_logs is not None:
+            self._in_background(functools.partial(remove_tree, job.private_logs))
         job.let_go()
         ended, self._ended = self._ended, []
         for session in ended:
@@ -541,8 +543,10 @@ class RequestHandler:
         held_by = None if other is None else other.record
 
         def attached() -> AnswerToClient:
-            return wire.Attached(
-                session=session.record(),
+            return wire.Opened(
+                session=session.key,
+                placement=session.placement,
+                attempt=session.group.attempt,
                 options=session.options,
                 names=tuple(session.group.names.values()),
                 held_by=held_by,

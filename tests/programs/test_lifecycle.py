@@ -677,8 +677,8 @@ def live(*arguments):
 """
 STILL_LEAVING = """
 import nblaunch
-from nblaunch.client import boot
-boot.LIVE = "takes_long:live"
+from nblaunch.client import local
+local.LIVE = "takes_long:live"
 print(nblaunch.run(int, nproc=2).values)
 """
 
@@ -709,8 +709,8 @@ def live(*arguments):
 BROKEN = """
 import json, os, time
 import nblaunch
-from nblaunch.client import boot
-boot.LIVE = "breaks:live"
+from nblaunch.client import local
+local.LIVE = "breaks:live"
 
 def job():
     import os, time

@@ -20,8 +20,8 @@ import psutil
 import pytest
 from lanes import sampled
 
+from nblaunch import _keeper
 from nblaunch._process_tree import start_ticks
-from nblaunch.client.boot import stop_keeper
 from nblaunch.client.line import ClientLine
 from nblaunch.protocol.client import Introduce
 
@@ -36,7 +36,7 @@ OWNER = """
 import os, socket, subprocess, sys
 from pathlib import Path
 from nblaunch._keeper import Boot
-from nblaunch.client.boot import LIVE
+from nblaunch.client.local import LIVE
 live, root, detached, theirs, ours = sys.argv[1:]
 link = socket.socket(fileno=int(theirs))
 booted = Boot(Path(root), link, live or LIVE, owner=0 if detached == "True" else os.getpid())
@@ -249,7 +249,7 @@ def test_a_detached_runtime_outlives_its_kernel(start, eventually):
     assert set(before[:3]) < tree.alive()
     assert (tree.runtime, tree.server) == before[:2]
     assert tree.ask("fork()")
-    assert stop_keeper(tree.keeper, tree.ticks)
+    assert _keeper.stop(tree.keeper, tree.ticks)
     eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
@@ -441,12 +441,12 @@ def test_one_signal_to_the_keeper_ends_all(start, eventually, monkeypatch, pidfd
         monkeypatch.delattr(os, "pidfd_open")
     tree = start()
     tree.ask("fork()")
-    assert not stop_keeper(tree.keeper, tree.ticks + 1)  # another process, with the same number
+    assert not _keeper.stop(tree.keeper, tree.ticks + 1)  # another process, with the same number
     os.kill(tree.runtime, signal.SIGSTOP)
-    assert stop_keeper(tree.keeper, tree.ticks)
+    assert _keeper.stop(tree.keeper, tree.ticks)
     eventually(tree.gone, "all is gone", GONE_SECONDS)
     assert tree.ask_owner("booted.keeper.wait()") == 0
-    assert not stop_keeper(tree.keeper, tree.ticks)
+    assert not _keeper.stop(tree.keeper, tree.ticks)
 
 
 def test_stray_signals_end_nothing(start, eventually):

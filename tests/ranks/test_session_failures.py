@@ -25,11 +25,11 @@ from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
 import nblaunch
-from nblaunch.group import lifecycle
+from nblaunch.group import recovery
 from nblaunch.rank import in_place
 
 GONE = "the ranks were started anew: all of their variables are gone"
-REFORMED = lifecycle.REFORMED_IN_PLACE if in_place.torch_can() else lifecycle.REFORMED
+REFORMED = recovery.REFORMED_IN_PLACE if in_place.torch_can() else recovery.REFORMED
 SETTLED = 1.0
 """Seconds that freeing stuck ranks, and forming their group again, may take on an idle machine."""
 

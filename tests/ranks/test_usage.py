@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from nblaunch.client.launch import prepare_call
-from nblaunch.client.run import run_fresh
-from nblaunch.client.wait import SilentView
+from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.host import usage
 from nblaunch.host.usage import GpuMeter, Meter, SeenGpus
 from nblaunch.options.launch import LaunchOptions

@@ -16,7 +16,7 @@ from nblaunch._errors import LaunchError
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import Trigger
+from nblaunch.group.lifecycle import JobState, Trigger
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.host.ranks import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
@@ -161,7 +161,7 @@ class Scene:
 
     def give(self, ending: Ending | None = None) -> Job:
         dispatches: dict[int | None, Dispatch] = {None: Dispatch(job=FunctionJob(name="f"), payload=NOTHING)}
-        job = Job(dispatches, RunState.fresh(2), ending=ending)
+        job = Job(dispatches, JobState(RunState.fresh(2), ending=ending or Ending()))
         self.hub.run(lambda: self.group.begin(job, PREPARE))
         self.group.start()
         return job

@@ -347,9 +347,7 @@ class Fleets:
         events = Events(name, keep=keep)
         settings = AgentSettings(
             nproc=2,
-            options=replace(
-                fleet.conf.options, max_restarts=0, monitor_interval=0.02, grace=0.5, shutdown_timeout=5
-            ),
+            options=replace(fleet.conf.options, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
             run_id="r",
             log_dir=self.directory,
         )

@@ -316,9 +316,19 @@ def test_what_is_a_callers_comes_with_its_requests():
 
 def test_what_decides_on_the_life_of_a_group_has_no_clock_no_thread_and_no_io():
     machines = {
-        f"nblaunch.group.{each}" for each in ("ending", "fitness", "lifecycle", "locating", "recovery")
+        f"nblaunch.group.{each}"
+        for each in ("ending", "fitness", "lifecycle", "locating", "machine", "recovery")
     }
-    pure = {"__future__", "collections.abc", "dataclasses", "enum", "msgspec", "msgspec.structs", "typing"}
+    pure = {
+        "__future__",
+        "collections.abc",
+        "dataclasses",
+        "enum",
+        "functools",
+        "msgspec",
+        "msgspec.structs",
+        "typing",
+    }
     ours = ("nblaunch.protocol", "nblaunch.diagnose", *machines)
     others = [str(each) for each in IMPORTS if each.importer in machines and each.imported not in pure]
     assert [each for each in others if not each.split(" imports ")[1].startswith(ours)] == []
@@ -442,8 +452,8 @@ SPEAKERS = {
     "nblaunch.host.join",
     "nblaunch.testing.modules",  # pytest -s
     "nblaunch.host.node_main",
-    "nblaunch.client.jobs",  # remarks: other nodes join while the run waits
-    "nblaunch.client.wait",  # what ranks ask is answered while the run waits
+    "nblaunch.client.launch",  # remarks: other nodes join while the run waits
+    "nblaunch.client.run",  # what ranks ask is answered while the run waits
 }
 
 TORCHS_PRIVATE = {
