@@ -119,7 +119,8 @@ class ClientJob:
     # What has come of it.
     number: int = field(init=False)
     state: RunState = field(init=False)
-    end: wire.JobEnd | None = None
+    ended: bool = False
+    end: wire.JobEnd = field(default_factory=wire.JobEnd)
     request: SentRequest[wire.Given | wire.Stale] | None = None
     """The request by which this process has submitted it."""
     questions: deque[Asked] = field(default_factory=deque)
@@ -139,7 +140,6 @@ class ClientJob:
             self.fold(Noticed(text=text))
 
     def fold(self, message: Message) -> None:
-        """Fold a message as the runtime has folded it."""
         self.state = advance(self.state, message)
 
     def take(self, event: object) -> None:
@@ -152,7 +152,7 @@ class ClientJob:
             case wire.JobRefreshed(job=self.number, state=state, questions=questions):
                 self.state, self.questions = decode_state(state), deque(questions)
             case wire.JobEnded(job=self.number, end=end):
-                self.end = end
+                self.ended, self.end = True, end
             case wire.Remark(text=text):
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
             case _:
@@ -161,23 +161,10 @@ class ClientJob:
     @property
     def error(self) -> BaseException | None:
         """What broke the group."""
-        return None if self.end is None or self.end.error is None else self.end.error.error()
-
-    @property
-    def launch_failure(self) -> tuple[str, str] | None:
-        """The phase that exceeded its limit, and what happened."""
-        return None if self.end is None else self.end.launch_failure
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the user has interrupted it."""
-        return self.end is not None and self.end.interrupted
+        return None if self.end.error is None else self.end.error.error()
 
     @property
     def logs(self) -> Mapping[int, Mapping[int, wire.RankLogFiles]]:
-        """The log files, by attempt and rank."""
-        if self.end is None:
-            return {}
         return {attempt: {each.rank: each for each in files} for attempt, files in self.end.logs.items()}
 
 
@@ -250,7 +237,6 @@ def prepare_of(options: LaunchOptions, *, timeout: float | None = None, script: 
 
 
 def refuse_inside_rank() -> None:
-    """Raise `LaunchError` in a process that is itself a rank."""
     rank = _notebook.inside_rank()
     if rank is not None:
         msg = (
@@ -369,7 +355,6 @@ def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
 def prepare_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
 ) -> ClientJob:
-    """Place and capture a call of `fn` on fresh ranks."""
     work = function_job(fn, args)
     job = fresh_job(work.name, options)
     captured = capture_call(fn, tuple(args), dict(kwargs or {}), _notebook.namespace())
@@ -438,7 +423,6 @@ def dispatches(
 
 
 def _insight(options: LaunchOptions) -> Insight:
-    """Return what is to be seen of a job with these options."""
     return Insight(
         profile=options.profile or options.profile_steps is not None,
         profile_steps=options.profile_steps,

@@ -102,7 +102,6 @@ class Client:
 
     @property
     def started(self) -> OwnRuntime | None:
-        """The runtime, if there is one."""
         return self._runtime
 
     def detached(self) -> OwnRuntime:
@@ -119,7 +118,6 @@ class Client:
         return runtime
 
     def attached(self, entry: RuntimeEntry) -> Runtime:
-        """Connect to another process's runtime."""
         runtime = FoundRuntimeClient(entry)
         self._others.add(runtime)
         return runtime
@@ -135,7 +133,6 @@ class Client:
         self.directory.remove()
 
     def end(self) -> None:
-        """Close at the end of the program."""
         self._exiting.set()
         self.close()
 
@@ -189,7 +186,6 @@ class Runtime:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
         self._ended = self._ended or self._control.closed
         if not self._ended and self._lock.acquire(blocking=False):  # else another thread uses it
             try:
@@ -202,7 +198,6 @@ class Runtime:
 
     @property
     def answered(self) -> bool:
-        """Whether it has started."""
         return bool(self._token)
 
     @property
@@ -245,12 +240,10 @@ class Runtime:
         self._give_back(line)
 
     def ask_on_a_line(self, request: Request[AnswerT]) -> AnswerT:
-        """Return the answer to a request that takes its time."""
         with self.line() as line:
             return line.ask(request)
 
     def take_line(self) -> ClientLine:
-        """Return a connection that nobody else uses."""
         self.refuse_in_fork()
         self.used = True
         if self._notes:
@@ -292,7 +285,6 @@ class Runtime:
         return self.root
 
     def number(self) -> int:
-        """Return a number for a job that no other client chooses."""
         return self.welcome.client * _FIRST_NUMBER + next(self._numbers)
 
     def note(self, note: ClientNote) -> None:
@@ -343,7 +335,6 @@ class Runtime:
         self.close()
 
     def _gone(self) -> Exception:
-        """Return the error for a runtime that has ended."""
         self._ended = True
         return LaunchError("nblaunch's runtime has ended, and all ranks with it.", phase="runtime")
 
@@ -354,7 +345,6 @@ class Runtime:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         for line in (*self._free, self._control):
             line.close()
 
@@ -375,7 +365,6 @@ class OwnRuntime(Runtime):
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
         # A keeper that was killed may be gone before the runtime is.
         self._ended = self._ended or self._boot.keeper.poll() is not None
         return super().alive
@@ -391,7 +380,6 @@ class OwnRuntime(Runtime):
         return LaunchError(msg, phase="runtime")
 
     def stop(self) -> None:
-        """End it, and wait until it is gone with all that it has started."""
         try:
             self.ask(Stop(), self._stop_seconds())
         except TimeoutError:
@@ -453,7 +441,6 @@ class FoundRuntimeClient(Runtime):
         return LaunchError(msg, phase="runtime")
 
     def stop(self) -> None:
-        """End it, and wait until it is gone with all that it has started."""
         try:
             self.ask(Stop(), self._stop_seconds())
         except (NblaunchError, TimeoutError):
@@ -463,7 +450,6 @@ class FoundRuntimeClient(Runtime):
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         super().close()
         for log in self._logs:
             log.close()
@@ -473,7 +459,6 @@ _client = Client()
 
 
 def local() -> Client:
-    """Return the client of this process."""
     return _client
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import os
 import sys
 import threading
 import time
@@ -19,8 +20,9 @@ from nblaunch._errors import (
     RunTimeoutError,
 )
 from nblaunch._help import FailureKind
+from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import Outcome, RunResult
-from nblaunch.client.facts import reporter_of
+from nblaunch.client.facts import JobReporter
 from nblaunch.client.launch import (
     ClientJob,
     KeptJob,
@@ -169,7 +171,7 @@ class JobWait:
         only watched.
         """
         with noting_interrupts(self._note_raised):
-            while self._job.end is None:
+            while not self._job.ended:
                 try:
                     self.send_interrupts()
                     self._follow()
@@ -194,7 +196,6 @@ class JobWait:
             raise left_alone() from interrupt
 
     def send_interrupts(self) -> None:
-        """Send the job the interrupts that were noted."""
         # A front end that restarts or ends a kernel interrupts it just before: that is not meant for the job.
         if self._interrupts > self._sent == 0 and self._job.private and _notebook.ends_within(_END_SECONDS):
             raise StoppedWatchingError
@@ -203,8 +204,7 @@ class JobWait:
             self._sent += 1
 
     def _follow(self) -> None:
-        """Follow the job until it has ended, or is cancelled."""
-        while self._job.end is None:
+        while not self._job.ended:
             self._take_all()
             self._draw()
             if self.interrupt is None:
@@ -215,7 +215,7 @@ class JobWait:
 
     def _take_all(self) -> None:
         """Fold all that is here; where nothing is, wait until the next drawing is due."""
-        while self._job.end is None and self._job.line.poll(max(self._draw_at - time.monotonic(), 0.0)):
+        while not self._job.ended and self._job.line.poll(max(self._draw_at - time.monotonic(), 0.0)):
             # A message that was read and not folded would be lost.
             with deferring_interrupts():
                 for _ in range(max(self._job.line.kept, 1)):
@@ -235,7 +235,7 @@ class JobWait:
             self._job.fold(cast("Message", content))
 
     def _draw(self) -> None:
-        if time.monotonic() >= self._draw_at and self._job.end is None:
+        if time.monotonic() >= self._draw_at and not self._job.ended:
             self._view.draw(self._job.state)
             self._draw_at = time.monotonic() + _DRAW_SECONDS
 
@@ -267,14 +267,14 @@ def run_job(job: ClientJob, view: View, cancelled: threading.Event | None = None
 
 def watch_job(job: ClientJob, snapshot: JobSnapshot, view: View) -> Outcome:
     """Show a job that goes on, or has ended, until its end. Raises `StoppedWatchingError` if interrupted."""
-    job.number, job.state, job.end = snapshot.job.number, decode_state(snapshot.state), snapshot.end
+    job.number, job.state = snapshot.job.number, decode_state(snapshot.state)
+    job.ended, job.end = snapshot.end is not None, snapshot.end or job.end
     job.questions.extend(snapshot.questions)
     job.watching = lambda: True
     return _followed(job, view, JobWait(job, view))
 
 
 def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
-    """Follow a job until it has ended, and return its outcome."""
     kept = KeptJob(job.ranks.runtime, job.number)
     shown = job.state
     try:
@@ -349,8 +349,7 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
 
 
 def _early(job: ClientJob, interrupt: KeyboardInterrupt | None) -> BaseException | None:
-    """Return what ended the job early: its timeout or an interrupt."""
-    early = None if job.end is None else job.end.early
+    early = job.end.early
     if early is not None and early.timeout:
         return RunTimeoutError(early.message, hang_report=job.state.hang)
     if early is None and interrupt is None:
@@ -368,7 +367,7 @@ def _early(job: ClientJob, interrupt: KeyboardInterrupt | None) -> BaseException
 
 def _ensure_ended(job: ClientJob) -> None:
     """End a job that was submitted: an interrupt, or an error of ours, has come between two steps."""
-    if job.end is not None or job.request is None or job.line.closed:
+    if job.ended or job.request is None or job.line.closed:
         return
     job.line.send(InterruptJob(job=job.number))
     try:
@@ -382,7 +381,7 @@ def _ensure_ended(job: ClientJob) -> None:
 
 
 def _collect(job: ClientJob, kept: KeptJob) -> RunResult:
-    if job.end is None:
+    if not job.ended:
         # The runtime has ended, and all ranks with it.
         job.fold(RunEnded(time=time.time(), stopped=False))
     events = RemoteEvents(job.ranks.runtime, job.number)
@@ -391,10 +390,10 @@ def _collect(job: ClientJob, kept: KeptJob) -> RunResult:
         if job.options.event_log_handler == _CONSOLE:
             # torch's own handler prints where the agent is: in the runtime, whose log nobody reads.
             sys.stderr.write("".join(f"{event.json}\n" for event in events.all()))
-    result = collect(job, events, kept, reporter_of(job))
+    result = collect(job, events, kept, JobReporter(job.options, os.environ.get(JOIN_KEY, ""), job.end))
     if job.options.log_dir and result.profile is not None and result.profile.ranks:
         _ = result.profile.path  # where the user keeps the logs
     sent = [each for rank in job.state.ranks.values() for each in (rank.value, rank.profile)]
-    if job.end is not None and any(each is not None and each.inline is None for each in sent):
+    if job.ended and any(each is not None and each.inline is None for each in sent):
         job.line.send(Taken(job=job.number))
     return result

@@ -26,7 +26,6 @@ ScriptPath = str | os.PathLike[str]
 
 
 def is_script(target: object) -> TypeGuard[ScriptPath]:
-    """Return whether `target` is the path of a script, not something to call."""
     return isinstance(target, str | os.PathLike) and not callable(target)
 
 
@@ -78,7 +77,6 @@ def refuse_in_session(script: ScriptPath, session: str) -> OptionError:
 
 
 def _check(options: LaunchOptions) -> None:
-    """Raise `OptionError` for options that contradict each other."""
     if not options.no_python:
         return
     for name, why in (

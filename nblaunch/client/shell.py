@@ -78,7 +78,6 @@ def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> w
 
 
 def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
-    """Print what a job has printed, and with `follow` what it prints until it has ended."""
     snapshot = line.ask(wire.WatchJob(job=job))
     goes_on = follow and snapshot.end is None
     if not goes_on:
@@ -112,13 +111,11 @@ class _PrintedSoFar:
     ends: dict[Stream, int] = field(default_factory=dict)
 
     def clear(self, *, wait: bool) -> None:
-        """Follow a `clear_output`."""
         self.clear_pending = wait
         if not wait:
             self.displays, self.clears = 0, self.clears + 1
 
     def begin_output(self) -> None:
-        """Follow the output that a `clear_output` has waited for."""
         if self.clear_pending:
             self.clear(wait=False)
 
@@ -136,7 +133,6 @@ class _Output:
         self._unwritten: dict[int, int] = {}
 
     def take(self, message: object) -> None:
-        """Print a folded message."""
         match message:
             case AttemptStarted(number=number):
                 self._attempt = max(number, self._attempt)
@@ -238,7 +234,8 @@ class _Output:
     def _write(self, rank: int, stream: Stream, text: str) -> None:
         *lines, rest = (self._begun.pop((rank, stream), "") + text).split("\n")
         for line in lines:
-            self._print(stream, f"[rank {rank}] {_final(line)}".rstrip())
+            last = line.rstrip("\r").rpartition("\r")[2]
+            self._print(stream, f"[rank {rank}] {last}".rstrip())
         if rest:
             # Of a progress bar, which writes over its line, only the last state is kept.
             self._begun[rank, stream] = rest[rest.rstrip("\r").rfind("\r") + 1 :]
@@ -257,7 +254,3 @@ class _Output:
         ours = {Stream.STDOUT: sys.stdout, Stream.STDERR: sys.stderr}[stream]
         ours.write(f"{line}\n")
         ours.flush()
-
-
-def _final(line: str) -> str:
-    return line.rstrip("\r").rpartition("\r")[2]

@@ -411,9 +411,9 @@ LaunchOptions.__doc__ = f"{LaunchOptions.__doc__}\n{plain_help(OPTIONS)}\n"
 def with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptions:
     """Return options from checked values and, for what is not among them, `PET_` variables."""
     found = {
-        each.name: each.read(each.variable, os.environ[each.variable])
+        each.name: each.read(variable, os.environ[variable])
         for each in OPTIONS
-        if each.name not in values and each.variable is not None and each.variable in os.environ
+        if each.name not in values and (variable := each.variable) is not None and variable in os.environ
         # A notebook that once was a job of torchrun's may have PET_MODULE in its environment.
         if script or each.scope != "script"
     }

@@ -325,7 +325,7 @@ class Stale(AnswerToClient, frozen=True):
 
 
 class Opened(AnswerToClient, frozen=True):
-    """Where the ranks will be; those of a session are being started. `unheeded` is a warning.
+    """Where the ranks are, or will be; those of a session are being started. `unheeded` is a warning.
 
     Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
     """
@@ -333,6 +333,15 @@ class Opened(AnswerToClient, frozen=True):
     placement: Placement
     unheeded: str = ""
     attempt: int = 0
+    session: str = ""
+    options: LaunchOptions | None = None
+    """Of a session to which the client attaches; so is what follows."""
+    names: tuple[Names, ...] = ()
+    """The variables that its ranks have."""
+    held_by: ClientRecord | None = None
+    """Another client, which gives the jobs: this one watches."""
+    watches_only: str = ""
+    """Why this client may give no job, if it may not."""
 
 
 class JobSnapshot(AnswerToClient, frozen=True):
@@ -382,20 +391,6 @@ class Forked(AnswerToClient, frozen=True):
     """A process was forked, and has ended; `architectures` are the GPUs that its torch has code for."""
 
     architectures: tuple[str, ...] = ()
-
-
-class Attached(AnswerToClient, frozen=True):
-    """The session, and the variables that its ranks have."""
-
-    session: str
-    placement: Placement
-    attempt: int
-    options: LaunchOptions
-    names: tuple[Names, ...] = ()
-    held_by: ClientRecord | None = None
-    """Another client, which gives the jobs: this one watches."""
-    watches_only: str = ""
-    """Why this client may give no job, if it may not."""
 
 
 # Requests.
@@ -536,7 +531,7 @@ class LateOf(Request[LateWarnings], frozen=True):
     job: int
 
 
-class AttachSession(Request[Attached], frozen=True):
+class AttachSession(Request[Opened], frozen=True):
     """Follow a session, and give it jobs unless another client does; with `take` in its place."""
 
     session: str = ""

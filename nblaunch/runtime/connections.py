@@ -13,10 +13,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -88,7 +87,6 @@ class _Outbox:
         return self._folded - (first.size if first is not None and first.folded else 0)
 
     def put(self, kind: FrameKind, number: int, body: bytes) -> _Queued:
-        """Queue a frame, and return it."""
         if not self._queue:
             self.accepted = time.monotonic()
         frame = _Queued(header(kind, number, len(body)), body, kind is FrameKind.FOLDED)
@@ -144,21 +142,25 @@ class _Outbox:
         return buffers
 
 
-@dataclass(frozen=True)
-class _Handlers:
-    """What the owner of the connections does with them."""
+class ConnectionOwner(Protocol):
+    """What the owner of the connections does with them, on the hub's thread.
 
-    handle: Callable[[ClientConnection, int, ClientRequest], None]
-    welcome: Callable[[ClientConnection, Introduce], RuntimeWelcome]
-    lost: Callable[[ClientConnection], None]
-    caught_up: Callable[[ClientConnection], None]
+    `handle` gets a request and its number; what it raises is the answer. `lost` gets a client that was
+    welcome and is gone. `caught_up` gets one that has missed folded messages and reads again.
+    """
+
+    def handle(self, connection: ClientConnection, number: int, request: ClientRequest, /) -> None: ...
+    def welcome(self, connection: ClientConnection, introduce: Introduce, /) -> RuntimeWelcome: ...
+    def note(self, note: ClientNote, /) -> None: ...
+    def lost(self, connection: ClientConnection, /) -> None: ...
+    def caught_up(self, connection: ClientConnection, /) -> None: ...
 
 
 class ClientConnection:
     """One client; only for the hub's thread. What it is sent after its end is dropped."""
 
     def __init__(
-        self, hub: Hub, number: int, client: socket.socket, owner: _Handlers, token: str | None
+        self, hub: Hub, number: int, client: socket.socket, owner: ConnectionOwner, token: str | None
     ) -> None:
         """Serve `client`, which need not have a token if that is None."""
         self.number = number
@@ -184,7 +186,6 @@ class ClientConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
         return self._socket.fileno() < 0
 
     @property
@@ -223,11 +224,9 @@ class ClientConnection:
         )
 
     def answer(self, number: int, answer: AnswerToClient) -> None:
-        """Answer request `number`."""
         self._put(FrameKind.STRUCT, number, encode(answer))
 
     def event(self, event: RuntimeEvent) -> None:
-        """Send an event."""
         self._names.clear()  # none after it stands for one before it: ranks may have other numbers
         self._put(FrameKind.EVENT, 0, encode(event))
 
@@ -371,7 +370,9 @@ class ClientConnection:
                 "use the runtime's version, or stop the runtime with it"
             )
             self._refuse(number, why, request.version)
-        elif self._token is not None and not _equal(request.token, self._token):
+        elif self._token is not None and not hmac.compare_digest(
+            request.token.encode(errors="surrogatepass"), self._token.encode()
+        ):
             self._refuse(number, "its token is not that of this runtime", request.version)
         else:
             self.introduced = msgspec.structs.replace(request, token="")
@@ -408,27 +409,12 @@ class ClientConnection:
 class Connections:
     """All clients of this runtime, and the sockets where they come in.
 
-    All methods, and the calls of the owner's functions, are for the hub's thread.
+    All methods are for the hub's thread.
     """
 
-    def __init__(  # noqa: PLR0913 - four functions of the owner
-        self,
-        hub: Hub,
-        *,
-        token: str,
-        handle: Callable[[ClientConnection, int, ClientRequest], None],
-        welcome: Callable[[ClientConnection, Introduce], RuntimeWelcome],
-        lost: Callable[[ClientConnection], None],
-        caught_up: Callable[[ClientConnection], None],
-    ) -> None:
-        """Serve clients that know `token`.
-
-        `handle` gets a request and its number; what it raises is the answer. `lost` gets a client that was
-        welcome and is gone. `caught_up` gets one that has missed folded messages and reads again.
-        """
-        self._hub = hub
-        self._token = token
-        self._owner = _Handlers(handle, welcome, lost, caught_up)
+    def __init__(self, hub: Hub, token: str, owner: ConnectionOwner) -> None:
+        """Serve clients that know `token`."""
+        self._hub, self._token, self._owner = hub, token, owner
         self._numbers = itertools.count(1)
         self._clients: list[ClientConnection] = []
         self._listening: dict[Path, socket.socket] = {}
@@ -447,10 +433,10 @@ class Connections:
         listener.listen()
         self._look_at(listener)
 
-    def listen_for_notes(self, path: Path, take: Callable[[ClientNote], None]) -> None:
+    def listen_for_notes(self, path: Path) -> None:
         """Take notes at `path`: datagrams of the token and a note. Others are dropped."""
         notes = self._bind(path, socket.SOCK_DGRAM)
-        self._hub.watch_fd(notes.fileno(), lambda _: self._take_note(notes, take))
+        self._hub.watch_fd(notes.fileno(), lambda _: self._take_note(notes))
 
     def adopt(self, client: socket.socket) -> ClientConnection:
         """Serve a client that need not have the token: only this runtime's owner has the other end."""
@@ -513,14 +499,14 @@ class Connections:
         self._clients.append(connection)
         return connection
 
-    def _take_note(self, notes: socket.socket, take: Callable[[ClientNote], None]) -> None:
+    def _take_note(self, notes: socket.socket) -> None:
         token = self._token.encode()
         with contextlib.suppress(BlockingIOError):
             # Few wait at a time, and who sends one does not wait.
             while data := notes.recv(_NOTE_BYTES):
                 if hmac.compare_digest(data[: len(token)], token):
                     with contextlib.suppress(ProtocolError):
-                        take(decode_note(data[len(token) :], "a client"))
+                        self._owner.note(decode_note(data[len(token) :], "a client"))
 
     def _finish_turn(self) -> float:
         now = time.monotonic()
@@ -531,10 +517,6 @@ class Connections:
             self._look_at(listener)
         due += [until - now for until in self._resting.values()]
         return min(due, default=math.inf)
-
-
-def _equal(token: str, ours: str) -> bool:
-    return hmac.compare_digest(token.encode(errors="surrogatepass"), ours.encode())
 
 
 def _kind(request: ClientRequest) -> str:

@@ -111,17 +111,9 @@ def serve(link: socket.socket, root: Path, server: Server) -> None:
     requests = RequestHandler(local, token, registration)
 
     def begin() -> None:
-        connections = Connections(
-            hub,
-            token=token,
-            handle=requests.handle,
-            welcome=requests.welcome,
-            lost=requests.lost,
-            caught_up=requests.caught_up,
-        )
-        requests.connections = connections
+        requests.connections = Connections(hub, token, requests)
         requests.listen()
-        requests.owner = connections.adopt(link)
+        requests.owner = requests.connections.adopt(link)
 
     hub.when_broken = requests.changed.set
     hub.run(begin)

@@ -115,7 +115,6 @@ class RequestHandler:
     # --- from the connections ------------------------------------------------------------------------
 
     def handle(self, connection: ClientConnection, number: int, request: ClientRequest) -> None:
-        """Carry out a request, and answer it."""
         self._refuse_if_unused()
         served = self._methods[type(request)](connection, request)
         if callable(served):
@@ -182,7 +181,7 @@ class RequestHandler:
         """Bind the clients' sockets, in a directory that is made again if it is gone."""
         root = self._local.directory.root()
         self.connections.listen(root / "client")
-        self.connections.listen_for_notes(root / "notes", self.note)
+        self.connections.listen_for_notes(root / "notes")
 
     def listen_if_gone(self) -> None:
         """Bind them again where a cleaner of temporary directories has removed them."""
@@ -192,7 +191,6 @@ class RequestHandler:
                 self.listen()
 
     def lost(self, connection: ClientConnection) -> None:
-        """Send nothing more to a client that is gone."""
         pid = connection.record.pid
         last = all(each.record.pid != pid for each in self.connections)
         for job in list(self.jobs.values()):
@@ -545,7 +543,7 @@ class RequestHandler:
         held_by = None if other is None else other.record
 
         def attached() -> AnswerToClient:
-            return wire.Attached(
+            return wire.Opened(
                 session=session.key,
                 placement=session.placement,
                 attempt=session.group.attempt,

@@ -36,6 +36,7 @@ from nblaunch.protocol.client import Caller, Placement
 from nblaunch.protocol.messages import CellJob, Dispatch, Exited
 from nblaunch.protocol.state import RunState
 from nblaunch.runtime import launch
+from nblaunch.runtime.place import PlacedRanks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -71,10 +72,10 @@ class Scene:
             max_restarts=max_restarts,
             grace=1.0,
         )
-        placement = Placement(1, "gloo", "cpu", 0)
         prepare = msgspec.structs.replace(prepare_of(options), backend="gloo")
-        settings = launch.settings_of(options, placement, {}, Caller(), self.local)
-        peers = launch._peers(self.local, options, prepare, KEY, lambda _: None)
+        there = PlacedRanks(Placement(1, "gloo", "cpu", 0), prepare)
+        settings = launch.settings_of(options, there, Caller(), self.local)
+        peers = launch._peers(self.local, there, KEY, lambda _: None)
         self.group: WorkerGroup = launch.new_group(self.local, settings, peers).group
         self._follow(self.group)
         with shared_memory.put(pickling.dumps({}), Path) as sent:
