@@ -242,7 +242,7 @@ def _without_shard(mesh: Any, facts: _Facts, number: str) -> Any:
 
 def _set_ddp(model: Any, state: dict[str, Any]) -> None:
     assert loading is not None  # noqa: S101 - see `_found`
-    here = loading.device.index
+    here: Any = loading.device.index  # None for a CPU
     model.__setstate__(state | {"device_ids": None if here is None else [here], "output_device": here})
 
 

@@ -35,6 +35,12 @@ CLAIMS = {
         "tests/ranks/test_session_cells.py::test_variables_stay_from_cell_to_cell",
         "tests/programs/test_attach.py::test_what_the_page_shows_of_coming_back_is_what_is_shown",
     ),
+    "`%distributed save` writes their variables to a directory, and `start --from` goes on with them on "
+    "another day and another number of ranks.": (
+        "tests/ranks/test_save.py::test_what_was_saved_goes_on_in_another_session_as_it_would_have",
+        "tests/ranks/test_save.py::test_sharded_models_and_their_optimizers_come_back_on_any_number_of_ranks",
+        "tests/ranks/test_save.py::test_the_magic_saves_and_starts",
+    ),
     "A failed run raises the error of the rank that failed first, with the line of the cell.": (
         "tests/ranks/test_run_failures.py::test_the_error_names_the_rank_the_exception_and_the_users_own_line",
         "tests/ranks/test_run_failures.py::test_a_rank_that_dies_while_others_wait_for_it_is_the_root_cause",

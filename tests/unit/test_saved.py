@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import time
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from nblaunch.capture import pickling, saved
 from nblaunch.capture.saved import SavedSession, SavedVariable
 
 
-def made(path: str, number: int = 0, **fields: object) -> SavedSession:
+def made(path: str, number: int = 0, **fields: Any) -> SavedSession:
     variables = (
         SavedVariable("model", "sharded", "torch.nn.Linear", 8, (0, 1, 2, 3), ((2, 2),)),
         SavedVariable("mine", "own", "int", 3, (0, 1, 2, 3)),
@@ -24,7 +25,7 @@ def made(path: str, number: int = 0, **fields: object) -> SavedSession:
     return SavedSession(path, str(number), 4, time.time(), {"torch": "2.13"}, variables, **fields)
 
 
-def save(path: str, number: int = 0, **fields: object) -> SavedSession:
+def save(path: str, number: int = 0, **fields: Any) -> SavedSession:
     saved.begin(path)
     found = made(path, number, **fields)
     saved.commit(found)
