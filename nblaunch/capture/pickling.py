@@ -759,8 +759,9 @@ class SegmentReader:
         self._file.seek(self._shift + begin)
         return self._loader.load()
 
-    def skip(self, begin: int, buffers: Iterable[Any], first: int) -> None:
-        """Leave a piece out, whose objects have places from `first` on; others use its texts and imports."""
+    def skip(self, begin: int, buffers: Iterable[Any]) -> None:
+        """Leave a piece out; others may use its texts and imports."""
+        first = sum(operation.name == "MEMOIZE" for operation, *_ in _operations(self._stream[:begin]))
         known = self._loader.memo.copy()
         self._begin_with([known[place] for place in range(first)], _Skeleton)
         self._loaded(begin, buffers)
@@ -780,6 +781,13 @@ class SegmentReader:
         """Return the objects that are there, by their places."""
         found: dict[int, Any] = self._loader.memo.copy()
         return {place: obj for place, obj in found.items() if place not in self._lacking}
+
+
+def _operations(stream: bytes) -> Iterator[tuple[Any, Any, int | None]]:
+    """Yield those of several pickles, one behind the other."""
+    file = io.BytesIO(stream)
+    while file.tell() < len(stream):
+        yield from pickletools.genops(file)
 
 
 def _places_read(stream: bytes) -> Iterator[int]:

@@ -204,8 +204,8 @@ class _Segments:
             classes=classes,
             places=self.places,
         )
-        self.segments: list[tuple[str, int, int, int]] = []
-        """(name, end in the stream, buffers until then, places until then) of each variable."""
+        self.segments: list[tuple[str, int, int]] = []
+        """(name, end in the stream, buffers until then) of each variable."""
         self.digests: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
         self.shards: dict[str, list[str]] = {}
@@ -237,8 +237,7 @@ class _Segments:
             self.digests[name] = hashlib.sha256(repr(sizes).encode() + bytes(whole[begin:])).hexdigest()
         self.sizes[name] = self._file.tell() - begin + sum(sizes)
         self.shards[name] = list(self.pickler.met.shards)[shards:]
-        places = len(self.pickler.memo.copy())
-        self.segments.append((name, self._file.tell(), len(self._waiting), places))
+        self.segments.append((name, self._file.tell(), len(self._waiting)))
 
     @property
     def stream(self) -> bytes:
@@ -467,10 +466,10 @@ class _Save:
 
     def _add_wrappings(self) -> None:
         """Add how models of FSDP2 are wrapped."""
-        there = self.equal.objects()
-        wrappings = [each for each in sharded.wrapped() if id(each["modules"][0]) in there]
-        if wrappings:
-            self.equal.add(sharded.FSDP2, wrappings)
+        wrappings = sharded.wrapped()
+        there = self.equal.objects() if wrappings else {}
+        if saved_ones := [each for each in wrappings if id(each["modules"][0]) in there]:
+            self.equal.add(sharded.FSDP2, saved_ones)
 
     def _agree(self) -> bool:
         """Make a variable a rank's own that is equal alone, but shares objects with others in other ways."""
@@ -786,15 +785,15 @@ class _Loading:
         self, saved_stream: Mapping[str, Any], buffers: Sequence[Any], device: str, equal: Mapping[int, Any]
     ) -> Mapping[int, Any]:
         """Unpickle variables, each by itself; return the objects by their places."""
-        begin, first, known = 0, 0, 0
+        begin, first = 0, 0
         reader = pickling.SegmentReader(saved_stream["stream"], device, lambda key: _found(equal, key))
-        for name, end, last, places in saved_stream["segments"]:
+        for name, end, last in saved_stream["segments"]:
             try:
                 self.values[name] = reader.read(begin, end, buffers[first:last])
             except Exception as error:  # noqa: BLE001 - whatever the objects raise
                 self.lost[name] = reason_of(error)
-                reader.skip(begin, buffers[first:last], known)
-            begin, first, known = end, last, places
+                reader.skip(begin, buffers[first:last])
+            begin, first = end, last
         return reader.memo()
 
     def _equal_buffers(self, saved_by: int) -> list[Any]:
