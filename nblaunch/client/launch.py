@@ -255,6 +255,11 @@ def opening(options: LaunchOptions, key: str, *, script: bool = False, **how: An
         msg = "torchelastic starts ranks on POSIX systems only, and this is Windows. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
     _inherited.check_start_method(options.start_method)
+    environment = None
+    if options.sync_env:
+        from nblaunch.client.packages import environment_of
+
+        environment = environment_of(sys.path, os.fsdecode(_inherited.working_directory()), os.environ)
     # What the user's code has registered here; torch is not loaded for it.
     known = getattr(sys.modules.get("torch.distributed"), "Backend", None)
     return wire.OpenRanks(
@@ -263,7 +268,7 @@ def opening(options: LaunchOptions, key: str, *, script: bool = False, **how: An
         prepare=prepare_of(options, timeout=how.pop("timeout", None), script=script),
         backends=() if known is None else tuple(known.backend_list),
         untouched=script,
-        environment=environment_for(options),
+        environment=environment,
         **how,
     )
 
@@ -281,55 +286,41 @@ def fresh_job(title: str, options: LaunchOptions, *, script: bool = False) -> Cl
     return ClientJob(title=title, options=options, placement=opened.placement, ranks=ranks)
 
 
-def environment_for(options: LaunchOptions) -> wire.NodeEnvironment | None:
-    """Return this process's Python environment if `--sync-env` is given, else None.
-
-    Raises `OptionError` for packages that another machine cannot install.
-    """
-    if not options.sync_env:
-        return None
-    from nblaunch.client.packages import environment_of
-
-    return environment_of(sys.path, os.fsdecode(_inherited.working_directory()), os.environ)
-
-
 def with_log_dir(options: LaunchOptions) -> LaunchOptions:
     """Make the user's log directory, as this process's umask has it; return the options with its whole path.
 
     Raises `OptionError` if it cannot be made.
     """
-    if not options.log_dir:
-        return options
-    directory = Path(options.log_dir).absolute()
-    try:
+
+    def make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        msg = (
-            f"log_dir={str(directory)!r} cannot be made: {error.strerror}. Give a directory that you can "
-            "write to."
-        )
-        raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
-    return replace(options, log_dir=str(directory))
+
+    return _with_whole_path(options, "log_dir", make, "made", "directory")
 
 
 def with_metrics_file(options: LaunchOptions) -> LaunchOptions:
-    """Make the user's file of metrics, as this process's umask has it; return the options with its path.
+    """Do the same with the user's file of metrics."""
 
-    Raises `OptionError` if it cannot be written.
-    """
-    if not options.metrics_file:
-        return options
-    file = Path(options.metrics_file).absolute()
-    try:
+    def make(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
+
+    return _with_whole_path(options, "metrics_file", make, "written", "file")
+
+
+def _with_whole_path(
+    options: LaunchOptions, name: str, make: Callable[[Path], None], done: str, what: str
+) -> LaunchOptions:
+    if not getattr(options, name):
+        return options
+    path = Path(getattr(options, name)).absolute()
+    try:
+        make(path)
     except OSError as error:
-        msg = (
-            f"metrics_file={str(file)!r} cannot be written: {error.strerror}. Give a file that you can write "
-            "to."
-        )
+        msg = f"{name}={str(path)!r} cannot be {done}: {error.strerror}. Give a {what} that you can write to."
         raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
-    return replace(options, metrics_file=str(file))
+    changed: dict[str, Any] = {name: str(path)}
+    return replace(options, **changed)
 
 
 def standby_wanted() -> bool:

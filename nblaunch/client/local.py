@@ -5,6 +5,7 @@ No other module keeps a connection, or registers anything for the end of the pro
 
 from __future__ import annotations
 
+import abc
 import atexit
 import contextlib
 import itertools
@@ -151,7 +152,7 @@ class Client:
                 runtime.abandon()
 
 
-class Runtime:
+class Runtime(abc.ABC):
     """A runtime process, and this process's connections to it; the first one is for short requests."""
 
     used = False
@@ -336,13 +337,15 @@ class Runtime:
 
     def _gone(self) -> Exception:
         self._ended = True
-        return LaunchError("nblaunch's runtime has ended, and all ranks with it.", phase="runtime")
+        return LaunchError(self._ending(), phase="runtime")
 
+    @abc.abstractmethod
+    def _ending(self) -> str:
+        """Return that it has ended, and its last words."""
+
+    @abc.abstractmethod
     def stop(self) -> None:
         """End it, and wait until it is gone with all that it has started."""
-        with contextlib.suppress(NblaunchError):
-            self.ask(Stop(), self._stop_seconds())
-        self.close()
 
     def close(self) -> None:
         for line in (*self._free, self._control):
@@ -374,10 +377,8 @@ class OwnRuntime(Runtime):
         """The process at the top of all that it has started."""
         return self._boot.keeper
 
-    def _gone(self) -> Exception:
-        self._ended = True
-        msg = f"nblaunch's runtime has ended, and all ranks with it. {self._boot.last_words()}"
-        return LaunchError(msg, phase="runtime")
+    def _ending(self) -> str:
+        return f"nblaunch's runtime has ended, and all ranks with it. {self._boot.last_words()}"
 
     def stop(self) -> None:
         try:
@@ -432,13 +433,11 @@ class FoundRuntimeClient(Runtime):
             raise LaunchError(msg, phase="runtime", kind=FailureKind.NO_ANSWER)
         return super().welcome
 
-    def _gone(self) -> Exception:
-        self._ended = True
-        msg = (
+    def _ending(self) -> str:
+        return (
             f"The runtime of session {self.entry.name!r} (process {self.entry.runtime.pid}) has ended, and "
             f"all ranks with it. Start another session (%distributed start). {last_words(self._logs)}"
         )
-        return LaunchError(msg, phase="runtime")
 
     def stop(self) -> None:
         try:

@@ -35,16 +35,7 @@ from nblaunch.client.launch import (
 from nblaunch.client.line import deferring_interrupts, noting_interrupts
 from nblaunch.client.local import local
 from nblaunch.client.result import collect, error_of
-from nblaunch.protocol.client import (
-    GiveJob,
-    InterruptJob,
-    JobOrder,
-    JobSnapshot,
-    Reply,
-    Stale,
-    Taken,
-    UnwatchJob,
-)
+from nblaunch.protocol import client as wire
 from nblaunch.protocol.framing import FrameKind
 from nblaunch.protocol.messages import Answer, Asked, RunEnded
 from nblaunch.protocol.state import Message, RankState, RunState, View, decode_state, encode_state
@@ -107,7 +98,7 @@ class Prompts:
             answer = Answer(asked.number, text=self._typed(asked))
         except Exception as error:  # noqa: BLE001 - a front end without an input field, an end of file
             answer = Answer(asked.number, error=f"nobody could be asked: {error}")
-        self._job.line.send(Reply(job=self._job.number, rank=asked.rank, answer=answer))
+        self._job.line.send(wire.Reply(job=self._job.number, rank=asked.rank, answer=answer))
         return True
 
     def _typed(self, asked: Asked) -> str:
@@ -192,7 +183,7 @@ class JobWait:
         if self._interrupts > _MOST_INTERRUPTS:
             # Those that were noted and not sent yet: once it answers again, the job is to end.
             for _ in range(_MOST_INTERRUPTS - self._sent):
-                self._job.line.send(InterruptJob(job=self._job.number))
+                self._job.line.send(wire.InterruptJob(job=self._job.number))
             raise left_alone() from interrupt
 
     def send_interrupts(self) -> None:
@@ -200,7 +191,7 @@ class JobWait:
         if self._interrupts > self._sent == 0 and self._job.private and _notebook.ends_within(_END_SECONDS):
             raise StoppedWatchingError
         while self._sent < self._interrupts:
-            self._job.line.send(InterruptJob(job=self._job.number))
+            self._job.line.send(wire.InterruptJob(job=self._job.number))
             self._sent += 1
 
     def _follow(self) -> None:
@@ -265,7 +256,7 @@ def run_job(job: ClientJob, view: View, cancelled: threading.Event | None = None
         raise
 
 
-def watch_job(job: ClientJob, snapshot: JobSnapshot, view: View) -> Outcome:
+def watch_job(job: ClientJob, snapshot: wire.JobSnapshot, view: View) -> Outcome:
     """Show a job that goes on, or has ended, until its end. Raises `StoppedWatchingError` if interrupted."""
     job.number, job.state = snapshot.job.number, decode_state(snapshot.state)
     job.ended, job.end = snapshot.end is not None, snapshot.end or job.end
@@ -296,7 +287,7 @@ def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
     except StoppedWatchingError:
         # What comes before the answer is not of the next one that watches this job.
         with contextlib.suppress(LaunchError, TimeoutError):
-            job.line.ask(UnwatchJob(job=job.number), _UNWATCH_SECONDS)
+            job.line.ask(wire.UnwatchJob(job=job.number), _UNWATCH_SECONDS)
         raise
     finally:
         view.close(shown if shown.finished else job.state)
@@ -319,7 +310,7 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
     """
     with ExitStack() as sent:
         code = code_of(job)
-        order = JobOrder(
+        order = wire.JobOrder(
             number=job.number,
             dispatches=dispatches(job, sent, job.ranks.runtime.spill, code),
             state=encode_state(job.state),
@@ -330,14 +321,14 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
             look=job.look,
             code=code,
         )
-        request = GiveJob(session=job.ranks.key, order=order, attempt=job.attempt)
+        request = wire.GiveJob(session=job.ranks.key, order=order, attempt=job.attempt)
         while True:
             try:
                 if job.request is None:
                     # It waits until the runtime has read: what was submitted must be known.
                     with deferring_interrupts():
                         job.request = job.line.begin(request)
-                if isinstance(job.line.answer_to(job.request), Stale):
+                if isinstance(job.line.answer_to(job.request), wire.Stale):
                     raise StaleError
             except KeyboardInterrupt as stop:
                 if job.request is None:
@@ -369,9 +360,9 @@ def _ensure_ended(job: ClientJob) -> None:
     """End a job that was submitted: an interrupt, or an error of ours, has come between two steps."""
     if job.ended or job.request is None or job.line.closed:
         return
-    job.line.send(InterruptJob(job=job.number))
+    job.line.send(wire.InterruptJob(job=job.number))
     try:
-        refused = isinstance(job.line.answer_to(job.request), Stale)
+        refused = isinstance(job.line.answer_to(job.request), wire.Stale)
     except NblaunchError:
         refused = True
     if not refused:
@@ -395,5 +386,5 @@ def _collect(job: ClientJob, kept: KeptJob) -> RunResult:
         _ = result.profile.path  # where the user keeps the logs
     sent = [each for rank in job.state.ranks.values() for each in (rank.value, rank.profile)]
     if job.ended and any(each is not None and each.inline is None for each in sent):
-        job.line.send(Taken(job=job.number))
+        job.line.send(wire.Taken(job=job.number))
     return result

@@ -51,14 +51,14 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose import hang
-from nblaunch.group.ending import NEVER, Ending, EndingStep, Interruption, Situation, Why
+from nblaunch.group.ending import NEVER, Consequence, Ending, EndingStep, Interruption, Situation, Why
 from nblaunch.group.fitness import Tallies, uneven
 from nblaunch.group.locating import Locating
 from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
@@ -114,7 +114,6 @@ _NOTICE_SECONDS = 2.0
 _SETTLE_SECONDS = 0.1
 # Only a rank that holds its interpreter does not answer.
 _LEFT_OPEN_SECONDS = 2.0
-REFORMING = "re-forming the process group"
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (Hello, Entered, AttemptStarted)
@@ -840,13 +839,9 @@ class _Step(Machine[GroupState, Action]):
             self.settle()
         self.search_on()
         self.end_early(EndingStep.tick)
-        recovery, sends = self.state.recovery.tick(now)
-        self.set(sends, recovery=recovery)
-        if recovery.takes_long(now):
-            self.fold_run(Waiting(doing=REFORMING))
-        if recovery.lost:
-            self.replace_ranks("ranks did not come back within the grace period")
-            self.note(f"{format_ranks(recovery.awaited)} did not get ready for another job")
+        recovery, then = self.state.recovery.tick(now)
+        self.set(recovery=recovery)
+        self.follow(then)
         self.stop_overdue()
 
     def settle(self) -> None:
@@ -993,12 +988,18 @@ class _Step(Machine[GroupState, Action]):
         decide(step)
         self.set(interruption=step.interruption)
         self.set_job(ending=step.state)
-        for each in step.actions:
+        self.follow(step.actions)
+
+    def follow(self, consequences: Iterable[Consequence]) -> None:
+        """Do what follows from a decision of another machine."""
+        for each in consequences:
             match each:
                 case LocateRanks():
                     self.locate(each)
                 case RestartAsked(reason):
                     self.replace_ranks(reason)
+                case Noticed(text=text):
+                    self.note(text)
                 case Order.FINISH_JOB:
                     self.finish()
                 case Order() | Send():
@@ -1007,16 +1008,13 @@ class _Step(Machine[GroupState, Action]):
                     self.fold(each)
 
     def recovered(self, message: Recovered) -> None:
-        recovery, ended = self.state.recovery.recovered(message)
+        before = self.state.recovery
+        recovery, then = before.recovered(message)
         self.set(recovery=recovery)
-        if isinstance(ended, RestartAsked):
-            self.replace_ranks(ended.reason)
-            return
-        if ended is None:
-            return
-        for each in ended:
-            self.note(each)
+        self.follow(then)
         job = self.state.working
+        if not before.busy or recovery.busy or self.state.replacing:
+            return
         if job is None or job.dispatched:
             self.finish()
         elif job.run.doing:

@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from nblaunch.diagnose.hang import connections_between
 from nblaunch.group.fitness import Tallies, unfit
 from nblaunch.group.machine import RestartAsked, Send, Sends, Survey
-from nblaunch.protocol.messages import DeadVariable, FreeCollective, Recover, Recovered, Where
+from nblaunch.protocol.messages import (
+    DeadVariable,
+    FreeCollective,
+    Noticed,
+    Recover,
+    Recovered,
+    Waiting,
+    Where,
+)
 from nblaunch.protocol.reports import format_ranks
 
 # Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
@@ -29,6 +37,7 @@ _SHOWN_SECONDS = 1.0
 _RECOVERY_SECONDS = 60.0
 
 
+REFORMING = "re-forming the process group"
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
@@ -39,6 +48,9 @@ STEPPED = (
     "an optimizer's step was queued on the GPU behind the interrupted collective, and ran with gradients "
     "that were not summed: its parameters and its state are wrong. Load a checkpoint, or make these anew: "
 )
+
+
+Consequences = tuple[Send | RestartAsked | Noticed | Waiting, ...]
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -67,8 +79,6 @@ class Recovery(msgspec.Struct, frozen=True):
     """When ranks that are not ready are asked whether they still recover, or were asked long enough ago."""
     until: float = 0.0
     late: Survey | None = None
-    lost: bool = False
-    """Whether ranks that are not ready do nothing about it, or have had too long."""
 
     @property
     def busy(self) -> bool:
@@ -79,10 +89,6 @@ class Recovery(msgspec.Struct, frozen=True):
     def awaited(self) -> frozenset[int]:
         """The ranks that have not reported that they are ready."""
         return self.members if self.fitness is not None else self.waiting
-
-    def takes_long(self, now: float) -> bool:
-        """Whether forming the process group takes a time that needs an explanation: on GPUs, seconds."""
-        return self.reform and bool(self.waiting) and now >= self.began + _SHOWN_SECONDS
 
     def begin(  # noqa: PLR0913 - all that is known of the ranks
         self,
@@ -127,21 +133,27 @@ class Recovery(msgspec.Struct, frozen=True):
         fitness = self.fitness and self.fitness.with_answer(answer)
         return replace(self, fitness=fitness, late=self.late and self.late.with_answer(answer))
 
-    def tick(self, now: float) -> tuple[Recovery, Sends]:
-        """Go on once all have answered, or have had the time to; find out whether ranks are `lost`."""
-        after, sends = replace(self, lost=False) if self.lost else self, Sends()
+    def tick(self, now: float) -> tuple[Recovery, Consequences]:
+        """Go on once all have answered, or have had the time to; give up ranks that do not come back."""
+        after, then = self, Consequences()
         if self.fitness is not None and self.fitness.over(now):
-            after, sends = self._recover(self.fitness.answers, now)
+            after, then = self._recover(self.fitness.answers, now)
+        if after.reform and after.waiting and now >= after.began + _SHOWN_SECONDS:
+            then = (*then, Waiting(doing=REFORMING))
         if after.overdue_at is None or now < after.overdue_at:
-            return after, sends
+            return after, then
         if after.late is None:
             late, questions = Survey.of(after.awaited)
-            return replace(after, late=late, overdue_at=now + 1.0), (*sends, *questions)
+            return replace(after, late=late, overdue_at=now + 1.0), (*then, *questions)
         # Ranks at it are not lost: a large heap takes time to collect.
         busy = after.late.missing or any(where.frames for where in after.late.answers.values())
-        return replace(after, late=None, overdue_at=now + 1.0, lost=not busy or now >= after.until), sends
+        if busy and now < after.until:
+            return replace(after, late=None, overdue_at=now + 1.0), then
+        why = RestartAsked("ranks did not come back within the grace period")
+        told = Noticed(text=f"{format_ranks(after.awaited)} did not get ready for another job")
+        return after.abandoned(), (*then, why, told)
 
-    def _recover(self, answers: Mapping[int, Where], now: float) -> tuple[Recovery, Sends]:
+    def _recover(self, answers: Mapping[int, Where], now: float) -> tuple[Recovery, Consequences]:
         number = self.number + 1
         why = unfit(answers, self.members, self.called, succeeded=self.succeeded) if not self.reform else ""
         reform = self.gone is None and (self.reform or bool(why))
@@ -159,27 +171,26 @@ class Recovery(msgspec.Struct, frozen=True):
             reform=reform,
             unfit=why,
             waiting=self.members,
-            lost=False,
         )
         return begun, (*freed, *sends)
 
-    def recovered(self, message: Recovered) -> tuple[Recovery, RestartAsked | tuple[str, ...] | None]:
-        """Take one rank's answer; with the last, return what there is to tell, or that a rank is not fit."""
+    def recovered(self, message: Recovered) -> tuple[Recovery, Consequences]:
+        """Take one rank's answer; with the last of them, or one that is not fit, the recovery is over."""
         rank, everyone = message.rank, len(self.members)
         if message.number != self.number or rank not in self.waiting:
-            return self, None
+            return self, ()
         if message.unusable:
             why = f"the GPU context of rank {rank} is unusable: {message.unusable}"
-            return self.abandoned(), RestartAsked(why)
+            return self.abandoned(), (RestartAsked(why),)
         if message.error:
             # The others may wait for this one in the barrier, for as long as a group's timeout.
             why = f"the process group could not be formed again on rank {rank}: {message.error}"
-            return self.abandoned(), RestartAsked(why)
+            return self.abandoned(), (RestartAsked(why),)
         waiting = self.waiting - {rank}
         dead = {**self.dead, **{each: (*self.dead.get(each, ()), rank) for each in message.dead}}
         stepped = {**self.stepped, **{each: (*self.stepped.get(each, ()), rank) for each in message.stepped}}
         if waiting:
-            return replace(self, waiting=waiting, dead=dead, stepped=stepped), None
+            return replace(self, waiting=waiting, dead=dead, stepped=stepped), ()
         told = list[str]()
         if self.reform:
             # After a job that has succeeded, the user has seen no error that would explain it.
@@ -191,7 +202,7 @@ class Recovery(msgspec.Struct, frozen=True):
         if dead:
             made = UNUSABLE_IN_PLACE if message.in_place else "made for a process group that is gone"
             told.append(f"{made}, with what revives each: {_remedies(dead, everyone)}")
-        return self.abandoned(), tuple(told)
+        return self.abandoned(), tuple(Noticed(text=each) for each in told)
 
 
 def _remedies(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:

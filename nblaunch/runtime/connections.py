@@ -25,21 +25,7 @@ from nblaunch._peer import peer_of
 from nblaunch._registry import release_of_torch
 from nblaunch._version import __version__
 from nblaunch.host.hub import Hub
-from nblaunch.protocol.client import (
-    PROTOCOL,
-    AnswerToClient,
-    ClientNote,
-    ClientRecord,
-    ClientRequest,
-    ErrorRecord,
-    Introduce,
-    NamesChanged,
-    RequestFailed,
-    RuntimeEvent,
-    RuntimeWelcome,
-    decode_note,
-    decode_request,
-)
+from nblaunch.protocol import client as wire
 from nblaunch.protocol.framing import LIMIT, LIMIT_BEFORE_WELCOME, Frame, FrameKind, Frames, header
 from nblaunch.protocol.messages import ProtocolError, encode
 
@@ -149,9 +135,9 @@ class ConnectionOwner(Protocol):
     welcome and is gone. `caught_up` gets one that has missed folded messages and reads again.
     """
 
-    def handle(self, connection: ClientConnection, number: int, request: ClientRequest, /) -> None: ...
-    def welcome(self, connection: ClientConnection, introduce: Introduce, /) -> RuntimeWelcome: ...
-    def note(self, note: ClientNote, /) -> None: ...
+    def handle(self, connection: ClientConnection, number: int, request: wire.ClientRequest, /) -> None: ...
+    def welcome(self, connection: ClientConnection, introduce: wire.Introduce, /) -> wire.RuntimeWelcome: ...
+    def note(self, note: wire.ClientNote, /) -> None: ...
     def lost(self, connection: ClientConnection, /) -> None: ...
     def caught_up(self, connection: ClientConnection, /) -> None: ...
 
@@ -164,7 +150,7 @@ class ClientConnection:
     ) -> None:
         """Serve `client`, which need not have a token if that is None."""
         self.number = number
-        self.introduced: Introduce | None = None
+        self.introduced: wire.Introduce | None = None
         """Its introduction, without the token; None until it is authenticated."""
         self.since = time.time()
         self.behind = False
@@ -175,7 +161,7 @@ class ClientConnection:
         self._frames = Frames(LIMIT_BEFORE_WELCOME)
         self._outbox = _Outbox(client)
         self._failed = self._awaits_room = False
-        self._names: dict[tuple[str, int], tuple[_Queued | None, NamesChanged]] = {}
+        self._names: dict[tuple[str, int], tuple[_Queued | None, wire.NamesChanged]] = {}
         """By session and rank, what was sent last of its variables, if no other event has followed."""
         self._introduce_until = time.monotonic() + _INTRODUCE_SECONDS
         self._pid = peer_of(client).pid
@@ -189,11 +175,11 @@ class ClientConnection:
         return self._socket.fileno() < 0
 
     @property
-    def record(self) -> ClientRecord:
+    def record(self) -> wire.ClientRecord:
         """Who it is. Only once it is authenticated."""
         known = self.introduced
         assert known is not None  # noqa: S101 - all who ask have one that was welcome
-        return ClientRecord(
+        return wire.ClientRecord(
             pid=known.pid,
             node=known.node,
             name=known.name,
@@ -223,14 +209,14 @@ class ClientConnection:
             "stop the session. Give it jobs from the Python that has started it."
         )
 
-    def answer(self, number: int, answer: AnswerToClient) -> None:
+    def answer(self, number: int, answer: wire.AnswerToClient) -> None:
         self._put(FrameKind.STRUCT, number, encode(answer))
 
-    def event(self, event: RuntimeEvent) -> None:
+    def event(self, event: wire.RuntimeEvent) -> None:
         self._names.clear()  # none after it stands for one before it: ranks may have other numbers
         self._put(FrameKind.EVENT, 0, encode(event))
 
-    def names(self, event: NamesChanged) -> None:
+    def names(self, event: wire.NamesChanged) -> None:
         """Send which variables a rank has; in the place of what a client that does not read has of it."""
         rank = event.session, event.names.rank
         frame, waiting = self._names.get(rank, (None, None))
@@ -239,7 +225,7 @@ class ClientConnection:
             event = msgspec.structs.replace(event, names=names)
         self._names[rank] = self._put(FrameKind.EVENT, 0, encode(event)), event
 
-    def last_event(self, event: RuntimeEvent) -> None:
+    def last_event(self, event: wire.RuntimeEvent) -> None:
         """Send the event that ends a job: no state will follow that stands for what was folded before."""
         self._outbox.keep_folded()
         self.event(event)
@@ -348,25 +334,25 @@ class ClientConnection:
         if frame.kind is not FrameKind.STRUCT:
             msg = f"A {frame.kind.name} frame from client {self.number} is no request"
             raise ProtocolError(msg)
-        request = decode_request(frame.body, f"client {self.number}")
+        request = wire.decode_request(frame.body, f"client {self.number}")
         if self.introduced is None:
             self._admit(frame.number, request)
             return
-        if isinstance(request, Introduce):
+        if isinstance(request, wire.Introduce):
             msg = f"client {self.number} has introduced itself twice"
             raise ProtocolError(msg)
         try:
             self._owner.handle(self, frame.number, request)
         except Exception as error:  # noqa: BLE001 - the client gets it
             _log.exception("the runtime could not carry out %s of client %d", _kind(request), self.number)
-            self.answer(frame.number, RequestFailed(error=ErrorRecord.of(error)))
+            self.answer(frame.number, wire.RequestFailed(error=wire.ErrorRecord.of(error)))
 
-    def _admit(self, number: int, request: ClientRequest) -> None:
-        if not isinstance(request, Introduce):
+    def _admit(self, number: int, request: wire.ClientRequest) -> None:
+        if not isinstance(request, wire.Introduce):
             self._refuse(number, f"its first request is {_kind(request)}, and not an introduction")
-        elif request.protocol != PROTOCOL:
+        elif request.protocol != wire.PROTOCOL:
             why = (
-                f"it uses protocol {request.protocol}, and the runtime protocol {PROTOCOL}; "
+                f"it uses protocol {request.protocol}, and the runtime protocol {wire.PROTOCOL}; "
                 "use the runtime's version, or stop the runtime with it"
             )
             self._refuse(number, why, request.version)
@@ -382,7 +368,7 @@ class ClientConnection:
             except Exception as error:  # noqa: BLE001 - the client gets it
                 _log.exception("the runtime could not welcome client %d", self.number)
                 self.introduced = None
-                self.answer(number, RequestFailed(error=ErrorRecord.of(error)))
+                self.answer(number, wire.RequestFailed(error=wire.ErrorRecord.of(error)))
                 self._end()
 
     def _refuse(self, number: int, why: str, version: str = "of an unknown version") -> None:
@@ -391,12 +377,8 @@ class ClientConnection:
         if self.introduced is None:
             ours = __version__
             text = f"A client with nblaunch {version} was refused by a runtime with nblaunch {ours}: {why}."
-            self.answer(
-                number,
-                RequestFailed(
-                    error=ErrorRecord.of(LaunchError(text, phase="runtime", kind=FailureKind.OTHER_VERSION))
-                ),
-            )
+            error = LaunchError(text, phase="runtime", kind=FailureKind.OTHER_VERSION)
+            self.answer(number, wire.RequestFailed(error=wire.ErrorRecord.of(error)))
         self._end()
 
     def _end(self) -> None:
@@ -506,7 +488,7 @@ class Connections:
             while data := notes.recv(_NOTE_BYTES):
                 if hmac.compare_digest(data[: len(token)], token):
                     with contextlib.suppress(ProtocolError):
-                        self._owner.note(decode_note(data[len(token) :], "a client"))
+                        self._owner.note(wire.decode_note(data[len(token) :], "a client"))
 
     def _finish_turn(self) -> float:
         now = time.monotonic()
@@ -519,7 +501,7 @@ class Connections:
         return min(due, default=math.inf)
 
 
-def _kind(request: ClientRequest) -> str:
+def _kind(request: wire.ClientRequest) -> str:
     return type(request).__name__
 
 

@@ -26,15 +26,6 @@ from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.host.forkserver import try_fork
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.client import (
-    AnswerToClient,
-    Caller,
-    ClientNote,
-    ClientRequest,
-    Done,
-    ErrorRecord,
-    RequestFailed,
-)
 from nblaunch.protocol.reports import session_ended
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
@@ -53,7 +44,7 @@ _LOOK_ENDS_SECONDS = 5.0
 # Nodes that are lost together show within seconds; the ranks that are left then form a group.
 _REGROUP_SECONDS = 5.0
 
-_Served: TypeAlias = AnswerToClient | Callable[[], AnswerToClient] | None
+_Served: TypeAlias = wire.AnswerToClient | Callable[[], wire.AnswerToClient] | None
 
 
 class RequestHandler:
@@ -114,7 +105,7 @@ class RequestHandler:
 
     # --- from the connections ------------------------------------------------------------------------
 
-    def handle(self, connection: ClientConnection, number: int, request: ClientRequest) -> None:
+    def handle(self, connection: ClientConnection, number: int, request: wire.ClientRequest) -> None:
         self._refuse_if_unused()
         served = self._methods[type(request)](connection, request)
         if callable(served):
@@ -146,7 +137,7 @@ class RequestHandler:
             raise LaunchError(msg, phase="runtime", kind=FailureKind.PROCESS_LIMIT) from error
 
     def _wait_for(
-        self, served: Callable[[], AnswerToClient], connection: ClientConnection, number: int
+        self, served: Callable[[], wire.AnswerToClient], connection: ClientConnection, number: int
     ) -> None:
         """Answer a request once that is possible; on a thread of the pool."""
         try:
@@ -154,10 +145,10 @@ class RequestHandler:
         except Exception as error:  # noqa: BLE001 - the client raises it
             if not isinstance(error, NblaunchError):
                 _log.exception("a request could not be carried out")
-            answer = RequestFailed(error=ErrorRecord.of(error))
+            answer = wire.RequestFailed(error=wire.ErrorRecord.of(error))
         self._hub.call(functools.partial(connection.answer, number, answer))
 
-    def note(self, note: ClientNote) -> None:
+    def note(self, note: wire.ClientNote) -> None:
         """Let go what a finalizer of a client has released."""
         if isinstance(note, wire.ReleaseJob):
             self._results_gone(note.job, note.pid, 1)
@@ -238,7 +229,7 @@ class RequestHandler:
 
         return remark
 
-    def _start_fresh(self, job: RunningJob, ranks: FreshRanks) -> AnswerToClient:
+    def _start_fresh(self, job: RunningJob, ranks: FreshRanks) -> wire.AnswerToClient:
         try:
             made = ranks.take(job.order)
         except BaseException:
@@ -291,7 +282,7 @@ class RequestHandler:
         session: RuntimeSession,
         connection: ClientConnection,
         request: wire.GiveJob,
-    ) -> AnswerToClient:
+    ) -> wire.AnswerToClient:
         """Give a session a job once a look into a rank has ended, and its ranks have their numbers.
 
         On a thread of the pool.
@@ -303,13 +294,13 @@ class RequestHandler:
         while session.group.regroups and time.monotonic() < deadline:
             if session.group.closed.wait(0.01):
                 break
-        answers: list[AnswerToClient] = []
+        answers: list[wire.AnswerToClient] = []
         self._hub.run(lambda: answers.append(self._begin_late(session, connection, request)))
         return answers[0]
 
     def _begin_late(
         self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
-    ) -> AnswerToClient:
+    ) -> wire.AnswerToClient:
         interrupted = self._early.pop(request.order.number, False)
         if not request.order.look:
             # While it waited, another process may have taken the session.
@@ -322,7 +313,7 @@ class RequestHandler:
 
     def _begin(
         self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
-    ) -> AnswerToClient:
+    ) -> wire.AnswerToClient:
         session.refuse_if_busy()
         if request.attempt is not None and request.attempt != session.group.attempt:
             return wire.Stale()
@@ -354,7 +345,7 @@ class RequestHandler:
         if job is not None:
             job.watchers.discard(connection)
             job.taken_by(connection)
-        return Done()
+        return wire.Done()
 
     def _interrupt_job(self, connection: ClientConnection, request: wire.InterruptJob) -> _Served:
         job = self.jobs.get(request.job)
@@ -369,7 +360,7 @@ class RequestHandler:
         session = self._session(request.session)
         session.refuse_if_held_against(connection)
         session.interrupt()
-        return Done()
+        return wire.Done()
 
     def _reply(self, connection: ClientConnection, request: wire.Reply) -> _Served:
         job = self.jobs.get(request.job)
@@ -442,9 +433,9 @@ class RequestHandler:
     # --- sessions ------------------------------------------------------------------------------------
 
     def _open(self, connection: ClientConnection, request: wire.OpenRanks) -> _Served:
-        caller = Caller(connection.record.pid, connection.record.name)
+        caller = wire.Caller(connection.record.pid, connection.record.name)
 
-        def make() -> AnswerToClient:
+        def make() -> wire.AnswerToClient:
             # First of all: a client whose runtime turns out to be ending asks another one: nothing is lost.
             self._local.server.ensure_running()
             there, attempt = place(request, self._local), 0
@@ -457,7 +448,7 @@ class RequestHandler:
         return make
 
     def _open_session(
-        self, connection: ClientConnection, request: wire.OpenRanks, there: PlacedRanks, caller: Caller
+        self, connection: ClientConnection, request: wire.OpenRanks, there: PlacedRanks, caller: wire.Caller
     ) -> int:
         """Make the ranks of a session; return their attempt."""
         record = connection.record
@@ -489,10 +480,10 @@ class RequestHandler:
     def _close_session(self, _: ClientConnection, request: wire.CloseSession) -> _Served:
         session = self.sessions.pop(request.session, None)
         if session is None:
-            return Done()
+            return wire.Done()
         self._closing += 1
 
-        def close() -> AnswerToClient:
+        def close() -> wire.AnswerToClient:
             try:
                 session.close()
             finally:
@@ -501,7 +492,7 @@ class RequestHandler:
             if session.detached:
                 # It was all that this runtime was for.
                 self._stop()
-            return Done()
+            return wire.Done()
 
         return close
 
@@ -519,9 +510,9 @@ class RequestHandler:
         session = self._session(request.session)
         session.refuse_if_held_against(connection)
 
-        def restart() -> AnswerToClient:
+        def restart() -> wire.AnswerToClient:
             session.restart()
-            return Done()
+            return wire.Done()
 
         return restart
 
@@ -542,7 +533,7 @@ class RequestHandler:
         other = session.held_against(connection)
         held_by = None if other is None else other.record
 
-        def attached() -> AnswerToClient:
+        def attached() -> wire.AnswerToClient:
             return wire.Opened(
                 session=session.key,
                 placement=session.placement,
@@ -590,13 +581,13 @@ class RequestHandler:
 
     def _listen_again(self, _: ClientConnection, __: wire.ListenAgain) -> _Served:
         self.listen()
-        return Done()
+        return wire.Done()
 
     def _stop_all(self, _: ClientConnection, __: wire.Stop) -> _Served:
-        def stop() -> AnswerToClient:
+        def stop() -> wire.AnswerToClient:
             self.close()
             self._stop()
-            return Done()
+            return wire.Done()
 
         return stop
 
