@@ -16,7 +16,7 @@ from nblaunch.insight.curves import (
     thinned,
 )
 
-_WIDTH, _HEIGHT = 320.0, 170.0
+_WIDTH, _HEIGHT = 300.0, 165.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 8.0, 22.0, 20.0
 _MOST_CELLS, _LEAST_CELLS = 120, 60
 _CELLS_OF_ALL = 1600

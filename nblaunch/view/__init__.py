@@ -18,8 +18,9 @@ never on the order of arrival.
 
 Invariants:
   * Text and HTML of a run hold no time, no process id, and nothing else that differs from run to run, but the
-    hosts of ranks that failed or hang, where there are several; ranks are in rank order. Together they stay
-    below 1 MB, whatever 64 ranks print: the middle is left out.
+    hosts of ranks that failed or hang, where there are several; ranks are in rank order. What takes the
+    panel's place says how long the run took; a front end that compares outputs has no panel. Together they
+    stay below 1 MB, whatever 64 ranks print: the middle is left out.
   * What a rank prints is text. HTML that it displays is shown in a frame of its own, without scripts.
   * The cost of the panel grows with what changed since the last draw, not with the output so far.
   * A view that raises is not drawn again, except for its end; the run goes on (`GuardedView`).

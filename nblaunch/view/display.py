@@ -177,7 +177,8 @@ class WidgetView:
     def close(self, state: RunState) -> None:
         """Put static HTML in the panel's place, and close the panel."""
         try:
-            bundle = html_and_text(state, self._header, self._drawing.curves(state))
+            took = self._clock() - self._opened
+            bundle = html_and_text(state, self._header, self._drawing.curves(state), took)
             if self._display_id is not None:
                 from IPython.display import update_display
 
@@ -286,17 +287,28 @@ def _mode(mode: str | None) -> str:
     return given
 
 
-def html_and_text(state: RunState, header: Header, curves: Curves | None = None) -> Bundle:
-    """Return a run as a notebook shows it, with its text form for front ends without HTML."""
-    return _bundle(state, header, folded(state), "" if state.finished else _LEFT, curves)
+def html_and_text(
+    state: RunState, header: Header, curves: Curves | None = None, took: float | None = None
+) -> Bundle:
+    """Return a run as a notebook shows it, with its text form for front ends without HTML.
+
+    `took` is how long it took in seconds; where outputs are compared it is left out.
+    """
+    return _bundle(state, header, folded(state), "" if state.finished else _LEFT, curves=curves, took=took)
 
 
-def _bundle(
-    state: RunState, header: Header, outputs: Sequence[Folded], note: str, curves: Curves | None = None
+def _bundle(  # noqa: PLR0913 - what is drawn, and what the caller knows of it
+    state: RunState,
+    header: Header,
+    outputs: Sequence[Folded],
+    note: str,
+    *,
+    curves: Curves | None = None,
+    took: float | None = None,
 ) -> Bundle:
     known = Curves.of(state.metrics) if curves is None else curves
     return {
-        "text/html": render_html(state, header, outputs=outputs, curves=known)
+        "text/html": render_html(state, header, outputs=outputs, curves=known, took=took)
         + (f'<p style="{ROOT_STYLE}">{escaped(note)}</p>' if note else ""),
         "text/plain": render_text(state, header, outputs=outputs, curves=known)
         + (f"\n{note}" if note else ""),

@@ -6,6 +6,7 @@ and stay below 1 MB together with its text form, whatever 64 ranks print.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,8 @@ _FRAME_COST = 500
 _VALUE_OPEN = 4_000
 _COLUMNS = ("rank", "device", "state", "GPU peak", "last output", "value", "failure")
 _ALWAYS = (0, 2)
+_LONG_NUMBER = re.compile(r"-?\d+\.\d{7,}(e[+-]?\d+)?")
+_DIGITS = 7
 _NARROW_COLUMNS = 3
 _NARROW_LABEL = 20
 _PLACES = 16
@@ -75,9 +78,8 @@ ROOT_STYLE = (
 )
 _TAGS = {BOLD: "b", ITALIC: "i", UNDERLINE: "ins"}
 _COLORS = ("", markup.RED, markup.GREEN, markup.YELLOW, markup.BLUE, markup.MAGENTA, markup.CYAN)
-_STDERR = (
-    f"font-style:normal;background:rgba(220,64,59,.12);border-left:3px solid {markup.RED};padding-left:4px"
-)
+# Not red: progress bars and logs are written to stderr too.
+_STDERR = "font-style:normal;border-left:3px solid rgba(127,127,127,.6);padding-left:4px"
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
 _NARROW_CELL = f"{_CELL};white-space:nowrap"
 _LEAST_WIDTH = "min-width:16em"
@@ -92,17 +94,20 @@ def render_html(
     *,
     outputs: Sequence[Folded] | None = None,
     curves: Curves | None = None,
+    took: float | None = None,
 ) -> str:
     """Return the run as HTML: how it ended, curves, a row per rank, then output and values.
 
     It holds no times and no pids, so that a notebook's saved output can be compared, except for those of a
-    profile, which was asked for. With several hosts, it names those of ranks that failed or hang.
+    profile, which was asked for, and how many seconds the run `took`, where that is given. With several
+    hosts, it names those of ranks that failed or hang.
     `outputs` is `folded(state)`, and `curves` are those of `state.metrics`, if the caller has them already.
     """
     found = blame(state.ranks)
     shown = _shown(state, found)
     rows = _rows(shown)
     what = markup.escaped(summary.headline(state, header.title, header.backend))
+    what += "" if took is None else f" · {summary.duration(took)}"
     parts = (
         f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>",
         *_failures(found),
@@ -144,7 +149,8 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
         traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
         name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
         parts.append(f"<div><strong>{label}</strong> {why}{_help(cause.kind)}</div>")
-        parts += [markup.details(name, traceback, opened=not number)] if traceback else []
+        # Folded away: the error that the cell raises shows it below.
+        parts += [markup.details(name, traceback, opened=False)] if traceback else []
         held = summary.held_text(cause.failure) if number < summary.TRACEBACKS else ""
         table = markup.pre(markup.escaped(held))
         parts += [markup.details("What it held", table, opened=not number)] if held else []
@@ -235,6 +241,8 @@ class _Shown:
 
     known: RankState
     why: str
+    failure: str
+    """`why`, or what the lines above the table call it, where they tell it."""
     host: str
     last: str
     after_failures: int
@@ -251,10 +259,13 @@ def _shown(state: RunState, found: Blame) -> dict[int, _Shown]:
     # Of very many ranks the last lines stand in the output alone: drawing each takes a moment.
     many = len(state.ranks) > _ROWS
     caused = {rank for each in found.consequences for rank in each.ranks}
+    told = {rank: "also failed" for each in found.causes for rank in each.ranks}
+    told |= dict.fromkeys(found.causes[0].ranks if found.causes else (), "root cause")
     return {
         rank: _Shown(
             known,
             why := failures.get(rank, ""),
+            told.get(rank, why),
             plain(hosts.get(rank, "")) if why else "",
             "" if many else clipped(last_line(known.transcript), _SHORT_CELL_COST),
             2 if not why else 1 if rank in caused else 0,
@@ -338,7 +349,7 @@ def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
 
 def _cells(ranks: Sequence[_Shown], *, few: bool = True) -> tuple[str, ...]:
     """Return the cells of a row in the order of `_COLUMNS`: what its ranks have in common, else a range."""
-    known, why = [each.known for each in ranks], ranks[0].why
+    known, why = [each.known for each in ranks], ranks[0].failure
     hosts = {each.host for each in ranks}
     where = f"{len(hosts)} hosts" if len(hosts) > 1 else ranks[0].host
     # A column of its own would be empty for all others.
@@ -350,7 +361,7 @@ def _cells(ranks: Sequence[_Shown], *, few: bool = True) -> tuple[str, ...]:
     elif known[0].value_html:
         value = "(below)"
     else:
-        value = markup.code(clipped(_in_one_line(known[0].value_text), _SHORT_CELL_COST), styled=few)
+        value = markup.code(_short_value(known[0].value_text), styled=few)
     lines = {each.last for each in ranks}
     last = f"<em>{len(lines)} different</em>" if len(lines) > 1 else markup.code(ranks[0].last, styled=few)
     name = label([each.rank for each in known])
@@ -373,9 +384,13 @@ def _differs(ranks: Sequence[_Shown]) -> bool:
     )
 
 
-def _in_one_line(text: str) -> str:
+def _short_value(text: str) -> str:
+    """Return a value in one line; of a number the digits that a reader compares: `result` has all."""
     first, newline, _ = text.strip().partition("\n")
-    return f"{plain(first).rstrip()} …" if newline else plain(first)
+    first = plain(first)
+    if _LONG_NUMBER.fullmatch(first) and not newline:
+        return f"{float(first):.{_DIGITS}g}"
+    return clipped(f"{first.rstrip()} …" if newline else first, _SHORT_CELL_COST)
 
 
 def _values(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> Iterator[str]:
@@ -383,11 +398,7 @@ def _values(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> Ite
     groups = ranks_by_answer({rank: each.value for rank, each in shown.items() if any(each.value)})
     long = {value: ranks for value, ranks in groups.items() if _is_long(value)}
     if any(len({shown[rank].value for rank in row}) > 1 for row in rows):
-        short = [
-            (ranks, clipped(_in_one_line(text), _SHORT_CELL_COST))
-            for (text, html), ranks in groups.items()
-            if not html
-        ]
+        short = [(ranks, _short_value(text)) for (text, html), ranks in groups.items() if not html]
         yield _side_by_side_values("Values", short)
     peaks = {rank: sizes([each.known.peak_gpu_memory]) for rank, each in shown.items()}
     if len(shown) > _ROWS and any(len({peaks[rank] for rank in row}) > 1 for row in rows):

@@ -234,6 +234,28 @@ def headline(state: RunState, title: str, backend: str) -> str:
     return " · ".join(part for part in (shortened(plain(title), 300), ranks, backend) if part)
 
 
+def elapsed(seconds: float) -> str:
+    """Return a time in words: `3 s`, `2 min 05 s`, `1 h 02 min`.
+
+    >>> elapsed(125.4)
+    '2 min 05 s'
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def duration(seconds: float) -> str:
+    """Return how long a run took: `4.2 s`, `2 min 05 s`.
+
+    >>> duration(4.23)
+    '4.2 s'
+    """
+    return f"{seconds:.1f} s" if seconds < 59.95 else elapsed(seconds)  # noqa: PLR2004 - a minute
+
+
 # torchelastic's events as a table.
 
 

@@ -19,7 +19,15 @@ from nblaunch.protocol.state import RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display, Transcript
 from nblaunch.view.output import display_text, latest, size_of
 from nblaunch.view.screen import Screen, plain
-from nblaunch.view.summary import AGAIN, RANKS_LISTED, attempt_lines, finishing, hang_lines, waits
+from nblaunch.view.summary import (
+    AGAIN,
+    RANKS_LISTED,
+    attempt_lines,
+    elapsed,
+    finishing,
+    hang_lines,
+    waits,
+)
 from nblaunch.view.text import prefixed
 
 # Standard streams that erase the status line first: what the program's threads print stays whole.
@@ -220,19 +228,6 @@ class Terminal:
         status = f"[nblaunch] {', '.join(parts)}, {elapsed(self._clock() - self._began)}"
         bar = self._lines.unfinished
         return f"{status} | {bar}" if bar else status
-
-
-def elapsed(seconds: float) -> str:
-    """Return a time in words: `3 s`, `2 min 05 s`, `1 h 02 min`.
-
-    >>> elapsed(125.4)
-    '2 min 05 s'
-    """
-    minutes, rest = divmod(int(seconds), 60)
-    if not minutes:
-        return f"{rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
 def _width(stream: TextIO) -> int:

@@ -15,7 +15,8 @@ import pytest
 
 from nblaunch.protocol.messages import AttemptStarted, Exited, Payload, Printed, Returned, Started, Stream
 from nblaunch.protocol.state import RunState, advance
-from nblaunch.view.terminal_view import Terminal, elapsed
+from nblaunch.view.summary import elapsed
+from nblaunch.view.terminal_view import Terminal
 
 STATUS = re.compile(r"^\[nblaunch\] (.*)$", re.MULTILINE)
 

@@ -222,9 +222,11 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
     vars(module)["Panel"] = Panel
     monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
     shown: list[object] = []
+    bundles: list[dict[str, str]] = []
 
-    def show(*_, display_id, **__):
+    def show(bundle, *_, display_id, **__):
         shown.append(display_id)
+        bundles.append(bundle)
 
     monkeypatch.setattr("IPython.display.display", show)
     monkeypatch.setattr("IPython.display.update_display", show)
@@ -255,6 +257,8 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
     view.close(state)
     assert shown == [shown[0], shown[0]]
     assert panel.closed == 1
+    assert "cell · 2 ranks · gloo · 3.2 s</div>" in bundles[-1]["text/html"], "how long it took"
+    assert "3.2 s" not in bundles[-1]["text/plain"], "what is compared has no times"
 
 
 class StoppedPanel:
