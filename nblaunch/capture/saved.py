@@ -54,9 +54,9 @@ class SavedSession:
     """What a save has of a session's ranks; its text names each variable with its kind.
 
     `path`, `token` (random, to tell it from others there), `world_size`, `created` (seconds since the epoch),
-    `versions` of what has made it, `variables`, `left_out` (name -> why it could not be saved), `environment`
-    (the names of the variables that cells have set), and `jobs`: the titles, states and times of the
-    session's jobs.
+    `versions` of what has made it, `variables`, `left_out` (name -> why it could not be saved),
+    `without_graph` (those with tensors that come back as leaves), `environment` (the names of the variables
+    that cells have set), and `jobs`: the titles, states and times of the session's jobs.
     """
 
     path: str
@@ -66,6 +66,7 @@ class SavedSession:
     versions: dict[str, str]
     variables: tuple[SavedVariable, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    without_graph: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     jobs: tuple[dict[str, Any], ...] = ()
 
@@ -94,6 +95,7 @@ class SavedSession:
             names = [each.name for each in self.variables if each.kind == kind and each.name.isidentifier()]
             if names:
                 lines.append(f"  {words}: {listed(names)}")
+        lines += [f"  without the graph: {listed(self.without_graph)}"] if self.without_graph else []
         lines += [f"  not saved: {name}: {why}" for name, why in self.left_out.items()]
         return "\n".join(lines)
 

@@ -340,6 +340,7 @@ class _Save:
         self.values[SOURCES] = shell.sources_of(self._lines)
         self.looks[SOURCES] = self._look(SOURCES)
         self.left_out: dict[str, str] = {}
+        self.leaves: set[str] = set()
         self.keys: list[sharded.Key] = []
         self.kinds = self._kinds()
         self._pickle()
@@ -399,11 +400,15 @@ class _Save:
     def _kinds(self) -> dict[str, saved.VariableKind]:
         """Return the kind of each variable that is saved, the same on all ranks."""
         told = self._meeting.tell(
-            {name: [each.why_not, each.partial, each.first] for name, each in self.looks.items()}
+            {
+                name: [each.why_not, each.partial, each.first, each.detached]
+                for name, each in self.looks.items()
+            }
         )
         everywhere = set.intersection(*map(set, told))
         for rank, each in enumerate(told):
-            for name, (why_not, _, _) in each.items():
+            self.leaves |= {name for name, (*_, detached) in each.items() if detached}
+            for name, (why_not, *_) in each.items():
                 if why_not:
                     self.left_out.setdefault(name, f"rank {rank}: {why_not}")
         candidates = [
@@ -506,6 +511,7 @@ class _Save:
             versions,
             tuple(variables),
             self.left_out,
+            tuple(sorted(self.leaves - self.left_out.keys())),
             tuple(self.values[ENVIRONMENT]),
             tuple(jobs),
         )

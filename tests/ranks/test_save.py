@@ -84,11 +84,12 @@ def whole(model, opt):
 def test_what_was_saved_goes_on_in_another_session_as_it_would_have(tmp_path):
     with nblaunch.Session(nproc=2, display=False, env={"A_KEY": "of --env"}) as session:
         session.cell(SETUP, namespace={})
+        session.cell("with torch.enable_grad(): loss = model(batch).sum()", namespace={})
         report = session.save(tmp_path / "save")
         expected = list(session.cell(GOES_ON, namespace={}).values)
     kinds = {each.name: each.kind for each in report.variables}
     assert (kinds["model"], kinds["opt"], kinds["ddp"], kinds["mine"]) == ("equal", "equal", "equal", "own")
-    assert report.whole
+    assert (report.whole, report.without_graph) == (True, ("loss",))
     with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
         found = session.cell(GOES_ON, namespace={})
         source = session.cell("import inspect; inspect.getsource(step)", namespace={}).values[0]
