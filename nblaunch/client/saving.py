@@ -64,7 +64,7 @@ def _restore(session: LiveSession, found: SavedSession) -> str:
     """Load a save into a new session; return what to say of it."""
     drop, token = saved.fit(found, session.world_size, session.options.drop), secrets.token_hex(8)
     known = pickling.known_class_names()
-    outcome = session.ask_all("restore", "restore", found.path, token, drop, known, strict=False, look=False)
+    outcome = session.ask_all("restore", "restore", found.path, token, drop, known, strict=False, query=False)
     names, lost = _values(outcome, f"load of {found.path}")[0]
     session.take_restored(names)
     when = time.strftime("%b %d %H:%M", time.localtime(found.created))

@@ -400,7 +400,7 @@ def _header(state: RunState, header: summary.Header) -> dict[str, str]:
 
 # All that a live panel shows.
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 """Between two looks at a state that has not changed: there is what time alone changes."""
 
 
@@ -448,7 +448,7 @@ class Drawing:
         with self._lock:
             if state is self._seen and now < self._due and not self._feed.busy:
                 return None
-            self._seen, self._due = state, now + _LOOK_SECONDS
+            self._seen, self._due = state, now + _POLL_SECONDS
             ranks = self._rows.news(state, now)
             report = self._reporter.news(state)
             output = self._feed.news(state, now)
