@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     )
     from nblaunch.checks.doctor import doctor
     from nblaunch.checks.report import DoctorReport
+    from nblaunch.client.run import StoppedWatchingError
     from nblaunch.client.session import SessionJob
-    from nblaunch.client.wait import StoppedWatchingError
     from nblaunch.insight.difference import Difference
     from nblaunch.insight.profile import Profile
     from nblaunch.insight.report import Report
@@ -70,7 +70,7 @@ _NAMES = {
     # It loads torch, which a user may ask it about because torch cannot be loaded.
     "checks.doctor": ("doctor",),
     "client.session": ("SessionJob",),
-    "client.wait": ("StoppedWatchingError",),
+    "client.run": ("StoppedWatchingError",),
     "checks.report": ("DoctorReport",),
     "insight.difference": ("Difference",),
     "insight.profile": ("Profile",),

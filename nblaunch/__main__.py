@@ -111,7 +111,7 @@ def _stop(parsed: argparse.Namespace) -> int:
 
 
 def _join(words: Sequence[str]) -> int:
-    from nblaunch.nodes.join import join
+    from nblaunch.host.join import join
 
     return join(words)
 

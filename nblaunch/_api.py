@@ -12,12 +12,10 @@ from typing import Any, Self
 from nblaunch import _notebook
 from nblaunch._results import Handle, RunResult, SessionInfo, SessionStatus
 from nblaunch.client import directory
-from nblaunch.client.jobs import ClientJob
-from nblaunch.client.launch import prepare_call
-from nblaunch.client.run import run_fresh
+from nblaunch.client.launch import ClientJob, prepare_call
+from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.client.scripts import is_script, prepare_script
 from nblaunch.client.session import LiveSession, SessionJob, attach_session, silent, start_session
-from nblaunch.client.wait import SilentView
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import CellJob

@@ -1,10 +1,11 @@
-"""How a keeper is started, by the process that it keeps a runtime for."""
+"""How a keeper is started, by the process that it keeps a runtime for, and ended by any."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import BinaryIO
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import is_standard_library
-from nblaunch._process_tree import this_python
+from nblaunch._process_tree import start_ticks, this_python
 
 FORK_SERVER_LOG = "forkserver.log"
 """What the keeper and the fork server print, in the private directory."""
@@ -32,7 +33,7 @@ def start(link_fd: int, owner: int, root: Path, live: str) -> subprocess.Popen[b
     # Beside the notebook may be a `random.py`, where it has loaded the real one itself. Ranks get its path.
     path = sorted(absolute_path(), key=lambda entry: not is_standard_library(entry))
     code = (
-        f"import sys; sys.path[:] = {path!r}; from nblaunch.elastic.keeper import keep_runtime; "
+        f"import sys; sys.path[:] = {path!r}; from nblaunch.host.keeper import keep_runtime; "
         f"keep_runtime{(link_fd, owner, os.fspath(root), live)!r}"
     )
     with (root / FORK_SERVER_LOG).open("ab") as log:
@@ -46,6 +47,32 @@ def start(link_fd: int, owner: int, root: Path, live: str) -> subprocess.Popen[b
             # The stop button's SIGINT goes to the kernel's process group: we are not in it.
             start_new_session=True,
         )
+
+
+def stop(pid: int, started: int) -> bool:
+    """Have a keeper end all that it keeps; return whether it was there.
+
+    `started` is its `start_ticks`: a process that has the same number since gets no signal.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except (AttributeError, OSError):  # a Python built on old headers, some sandboxes
+        if start_ticks(pid) != started:
+            return False
+        os.kill(pid, signal.SIGUSR1)
+        return True
+    try:
+        if start_ticks(pid) != started:
+            return False
+        signal.pidfd_send_signal(process, signal.SIGUSR1)
+    except ProcessLookupError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(process)
 
 
 def environment() -> dict[str, str]:

@@ -20,7 +20,7 @@ from nblaunch._errors import NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._metrics import Metrics
 from nblaunch.insight.report import Report
-from nblaunch.protocol.client import ClientRecord, Event, RankStatus
+from nblaunch.protocol.client import ClientRecord, Event, SessionRecord
 from nblaunch.protocol.messages import EngineSaid, EngineState, FrameRecord, HeldMemory, MemoryUse, Phase
 from nblaunch.protocol.reports import (
     HangReport,
@@ -532,42 +532,47 @@ _RANKS_LISTED = 16
 _DEVICES_NAMED = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionInfo:
+class SessionInfo(SessionRecord, frozen=True, kw_only=True):
     """A session of this user on this machine, as `nblaunch.sessions()` finds it by its `name`.
 
     It has `world_size` ranks, whose default process group has this `backend`. `kernel` is the pid of the
     process that started the session, `notebook` that process's notebook; a `detached` session outlives it.
     `pid` is the runtime's. `started` and `running_since` are in seconds since the epoch. `running` is the
-    title of the running job, empty if there is none. `asking` are the ranks that wait for input from the
-    user. `memory` is the ranks' private memory in bytes. `devices` are the devices that the ranks use,
-    `hosts` the hosts that they run on. `client` is the pid of the process that gives the session jobs, None
-    if there is none; if no process is attached at all, the session ends in `linger_left` seconds. `engine` is
-    what the engine reported last about the nodes, None without an engine. `problem` says why the runtime
-    could not be asked for all of this; empty if it could.
+    title of the running job, empty if there is none. `ranks` has a `RankStatus` for each, and `asking`,
+    `memory`, `devices` and `hosts` are taken from these. `client` is the pid of the process that gives the
+    session jobs, None if there is none; if no process is attached at all, the session ends in `linger_left`
+    seconds. `engine` is what the engine reported last about the nodes, None without an engine. `problem` says
+    why the runtime could not be asked for all of this; empty if it could.
 
     >>> [each.name for each in nblaunch.sessions() if each.detached]       # doctest: +SKIP
     ['train']
     """
 
-    name: str
-    detached: bool
-    started: float
     kernel: int
     pid: int
     notebook: str = ""
-    world_size: int = 0
-    backend: str = ""
-    running: str = ""
-    running_since: float | None = None
-    asking: tuple[int, ...] = ()
-    memory: int | None = None
-    devices: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    client: int | None = None
-    linger_left: float | None = None
-    engine: EngineSaid | None = None
     problem: str = ""
+
+    @property
+    def asking(self) -> tuple[int, ...]:
+        """The ranks that wait for input from the user."""
+        return tuple(each.rank for each in self.ranks if each.asks is not None)
+
+    @property
+    def memory(self) -> int | None:
+        """The ranks' private memory in bytes; None where it is not measured."""
+        memory = [each.memory for each in self.ranks if each.memory is not None]
+        return sum(memory) if memory else None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that the ranks use."""
+        return tuple(dict.fromkeys(each.device for each in self.ranks if each.device))
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts that the ranks run on."""
+        return tuple(dict.fromkeys(each.node for each in self.ranks if each.node))
 
     def __str__(self) -> str:
         """Return one line."""
@@ -622,25 +627,17 @@ def _span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(seconds, 0):.0f} s"  # noqa: PLR2004 - two minutes
 
 
-@dataclass(frozen=True, slots=True)
-class SessionStatus:
+class SessionStatus(SessionRecord, frozen=True):
     """What the session `name` is doing, with its `world_size`, its `backend` and a row for each of `ranks`.
 
-    `attempt` counts how often its worker group was formed with other ranks.
+    `attempt` counts how often its worker group was formed with other ranks, `engine` is what the engine
+    reported last about the nodes.
 
     >>> print(session.status())                                            # doctest: +SKIP
     session 'default': 2 ranks, gloo
       rank 0: idle, cpu, 18 MB
       rank 1: idle, cpu, 17 MB
     """
-
-    name: str
-    world_size: int
-    backend: str
-    attempt: int
-    ranks: tuple[RankStatus, ...]
-    engine: EngineSaid | None = None
-    """What the engine reported last about the nodes; None without an engine."""
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
         """Show the lines in a notebook."""

@@ -63,7 +63,7 @@ KERNEL_ENVIRONMENT = {
     "PYTEST_CURRENT_TEST": "",  # a user's kernel, not one in which nbval compares a notebook
 }
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
-_KEEPER = "nblaunch.elastic.keeper"
+_KEEPER = "nblaunch.host.keeper"
 _RUN_DIRECTORIES = ("group-", "logs-", "payload-")
 _NOT_OURS = ("pytest-of-", "torchinductor_")
 """What pytest makes, and torch once a user uses DDP on a CUDA build with Triton (`torchinductor_<user>`)."""
@@ -439,7 +439,7 @@ def poke(monkeypatch):
     from nblaunch.client.local import local
 
     local().close()
-    monkeypatch.setattr("nblaunch.client.boot.LIVE", NAME)
+    monkeypatch.setattr("nblaunch.client.local.LIVE", NAME)
     yield Poke()
     local().close()
 

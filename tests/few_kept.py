@@ -21,7 +21,7 @@ def live(*arguments):
 
 
 def with_small_logs(*arguments):
-    from nblaunch.elastic import logs
+    from nblaunch.host import logs
     from nblaunch.runtime import archive, main
 
     few: Any = functools.partial(archive.Bounds, jobs=JOBS)

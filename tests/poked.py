@@ -41,11 +41,10 @@ def run_in(root: Path, code: str) -> Any:
 
 def begin() -> None:
     """Have this process's next runtime, and all after it, be such a one."""
-    from nblaunch.client import boot
-    from nblaunch.client.local import local
+    from nblaunch.client import local
 
-    local().close()
-    boot.LIVE = NAME
+    local.local().close()
+    local.LIVE = NAME
 
 
 def of_kernel(kernel: Any) -> Callable[[str], Any]:

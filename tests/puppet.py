@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from nblaunch.elastic.forkserver import RankProcess, Server
+from nblaunch.host.forkserver import RankProcess, Server
 
 
 def live(*arguments):

@@ -11,7 +11,7 @@ import pytest
 
 from nblaunch._keeper import Boot, environment
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.elastic.forkserver import Server, server_of_fork
+from nblaunch.host.forkserver import Server, server_of_fork
 
 
 class NoServer(Server):

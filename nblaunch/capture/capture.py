@@ -24,7 +24,6 @@ RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
 """These are the rank's own."""
 _MODULE_NAMES = frozenset({"__name__", "__builtins__", "__builtin__", "get_ipython"})
 _SHELL_NAMES = frozenset({"exit", "quit", "open"})
-SHELL_NAMES = _SHELL_NAMES | _MODULE_NAMES
 IPYTHONS_CONTAINERS = frozenset({"In", "Out", "_ih", "_oh", "_dh"})
 """IPython appends to these with each cell: they are sent as they are now."""
 IPYTHONS_NAMES = IPYTHONS_CONTAINERS | {"_", "__", "___", "_i", "_ii", "_iii"}

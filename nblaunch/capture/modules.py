@@ -212,27 +212,18 @@ class _FileSearch:
         self._new: list[str] = []
         self._seen: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
         self._packages: set[str] = set()
-        self._loaded = dict(self._own(loaded))
-        own = {name.partition(".")[0] for name in self._loaded}
-        # Python found these elsewhere already, so a file of the same name below a root is not meant.
-        elsewhere = {name for name, module in tuple(loaded.items()) if "." not in name and file_of(module)}
-        self._elsewhere = (elsewhere | sys.stdlib_module_names | {_OURS}) - own
-
-    def _own(self, loaded: Mapping[str, ModuleType]) -> Iterator[tuple[str, str]]:
-        """Yield the loaded modules below a root, each with its file."""
-        begins = tuple(root.rstrip("/") + "/" for root in self._roots)
-        for name, module in tuple(loaded.items()):
-            file = file_of(module)
-            if (
-                file.startswith(begins)
-                and file.endswith(".py")
-                and name.partition(".")[0] not in ("__main__", "__mp_main__", _OURS)
-                and not is_installed(file)
-            ):
-                yield name, file
+        there: dict[str, object] = dict(loaded)
+        # As `file_of`, without its calls: before each cell there are thousands.
+        files = tuple(
+            file
+            if isinstance(each, ModuleType) and isinstance(file := each.__dict__.get("__file__"), str)
+            else ""
+            for each in there.values()
+        )
+        self._loaded, self._elsewhere = _sorted_out(self._roots, tuple(there), files)
 
     def files(self, imports: Iterable[ImportedName], begin: Iterable[str]) -> tuple[str, ...]:
-        for path in (*begin, *self._loaded.values()):
+        for path in (*begin, *self._loaded):
             self._add(path)
         for each in imports:
             self._look_for(self._roots, each.parts)
@@ -293,6 +284,27 @@ class _FileSearch:
                 if os.path.isdir(path):  # noqa: PTH112
                     portions.append(path)
             directories = tuple(portions)
+
+
+@functools.lru_cache(maxsize=1)
+def _sorted_out(
+    roots: tuple[str, ...], names: tuple[str, ...], files: tuple[str, ...]
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the files of the loaded modules below a root, and the names that Python has found elsewhere."""
+    known = [(name, file) for name, file in zip(names, files, strict=True) if file]
+    begins = tuple(root.rstrip("/") + "/" for root in roots)
+    own = {
+        name: file
+        for name, file in known
+        if file.startswith(begins)
+        and file.endswith(".py")
+        and name.partition(".")[0] not in ("__main__", "__mp_main__", _OURS)
+        and not is_installed(file)
+    }
+    # A file of the same name below a root is not meant.
+    elsewhere = {name for name, _ in known if "." not in name}
+    tops = {name.partition(".")[0] for name in own}
+    return tuple(own.values()), frozenset((elsewhere | sys.stdlib_module_names | {_OURS}) - tops)
 
 
 def file_of(module: object) -> str:

@@ -22,7 +22,7 @@ from nblaunch._runtime_dir import PREFIX
 from nblaunch.checks.report import Finding, by_room, ok, problem, warning
 from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.client.local import local
-from nblaunch.elastic import descriptors
+from nblaunch.host import descriptors
 from nblaunch.protocol.reports import size
 
 cgroups = _cgroups.directories

@@ -21,7 +21,7 @@ from nblaunch._runtime_dir import remove_tree
 from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, on_one_line, problem
 from nblaunch.checks.runtime import DoctorRuntime
-from nblaunch.elastic import placement
+from nblaunch.host import placement
 
 NAME = "NCCL all_reduce"
 _SECONDS = 60.0

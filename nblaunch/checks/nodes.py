@@ -17,8 +17,7 @@ from nblaunch._results import RunResult
 from nblaunch.checks.node_rank import report_node
 from nblaunch.checks.report import DoctorReport, Finding, Level, count_of, ok, warning
 from nblaunch.client.launch import prepare_call
-from nblaunch.client.run import run_fresh
-from nblaunch.client.wait import SilentView
+from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.view.display import view_of
 

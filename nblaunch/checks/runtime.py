@@ -10,7 +10,7 @@ from nblaunch._errors import LaunchError
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.checks.report import Finding, count_of, ok, warning
 from nblaunch.client.local import OwnRuntime, local
-from nblaunch.group.usage import own_memory
+from nblaunch.host.usage import own_memory
 from nblaunch.protocol.client import DescribeSessions, TryFork
 from nblaunch.protocol.reports import size
 

@@ -33,21 +33,17 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    inherited          what ranks inherit from this process, as it is now: `Prepare`
     knowledge          which objects and names a session's ranks have
-    boot               what a runtime's process calls; ends one that does not answer
     line               one connection: requests, answers, what comes unasked; interrupts leave it whole
     code               the notebook's own modules, for other machines: files by content
     packages           the notebook's Python environment, for other machines: exact versions
     local              what a process has once: its runtime, lines, notes; end of the process, forks
     directory          the sessions of this user, from the registry and from their runtimes; ends one
-    jobs               a job as its client has it: what runs, its fold, its end; what the runtime keeps of it
-    launch             a job on fresh ranks: place, capture, write what ranks are sent
+    launch             a job: what ranks inherit and are sent, its fold, its end; one on fresh ranks is placed
     scripts            a script as the job: found, or refused
     result             a finished job as a result, and as the error to raise
     facts              what the report of a finished job is made of
-    wait               the caller's wait: drawing, prompts, interrupts
-    run                one job, from its capture to its `Outcome`
+    run                one job, from its capture to its `Outcome`: the wait draws, asks and interrupts
     session            ranks that stay: cells, calls, push, pull
     shell              what a shell shows of a session's jobs: `python -m nblaunch logs`
 """

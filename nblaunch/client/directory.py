@@ -6,14 +6,15 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from nblaunch import _registry
+from msgspec.structs import asdict
+
+from nblaunch import _keeper, _registry
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._registry import FoundRuntime, RuntimeEntry
 from nblaunch._results import SessionInfo
 from nblaunch._runtime_dir import remove_dead
 from nblaunch._version import __version__
-from nblaunch.client.boot import stop_keeper
 from nblaunch.client.local import local
 from nblaunch.options.table import nearest
 from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord
@@ -47,47 +48,20 @@ def sessions() -> tuple[SessionInfo, ...]:
     remove_dead()
     infos: list[SessionInfo] = []
     for found, described, problem in _described(_registry.read_all()):
-        if problem and (found.elsewhere or found.entry.detached):
-            infos.append(_unreachable(found.entry, problem))
-        infos += [_info(found.entry, session) for session in described]
+        entry = found.entry
+        silent = SessionRecord(entry.name, detached=entry.detached, started=entry.started)
+        stands = problem and (found.elsewhere or entry.detached)
+        infos += [
+            SessionInfo(
+                **asdict(session),
+                kernel=entry.owner.pid,
+                notebook=entry.owner.notebook,
+                pid=entry.runtime.pid,
+                problem=problem,
+            )
+            for session in ((silent,) if stands else described)
+        ]
     return tuple(infos)
-
-
-def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
-    memory = [each.memory for each in session.ranks if each.memory is not None]
-    running = session.running
-    return SessionInfo(
-        name=session.name,
-        # If an engine places the nodes, the placement is provisional.
-        world_size=len(session.ranks) or session.placement.nproc,
-        backend=session.placement.backend,
-        detached=session.detached,
-        started=session.started,
-        running=running.title if running is not None else "",
-        running_since=running.started if running is not None else None,
-        asking=tuple(each.rank for each in session.ranks if each.asks is not None),
-        memory=sum(memory) if memory else None,
-        devices=tuple(dict.fromkeys(each.device for each in session.ranks if each.device)),
-        hosts=tuple(dict.fromkeys(each.node for each in session.ranks if each.node)),
-        kernel=entry.owner.pid,
-        notebook=entry.owner.notebook,
-        client=session.giver.pid if session.giver is not None else None,
-        linger_left=session.linger_left,
-        engine=session.engine,
-        pid=entry.runtime.pid,
-    )
-
-
-def _unreachable(entry: RuntimeEntry, problem: str) -> SessionInfo:
-    return SessionInfo(
-        name=entry.name,
-        detached=entry.detached,
-        started=entry.started,
-        kernel=entry.owner.pid,
-        notebook=entry.owner.notebook,
-        pid=entry.runtime.pid,
-        problem=problem,
-    )
 
 
 def detached() -> dict[str, RuntimeEntry]:
@@ -173,7 +147,7 @@ def stop(name: str) -> None:
         runtime.stop()
     if entry.keeper.lives:
         # It does not answer, or understands another protocol: its keeper ends all.
-        stop_keeper(entry.keeper.pid, entry.keeper.start)
+        _keeper.stop(entry.keeper.pid, entry.keeper.start)
         entry.wait_until_gone(_STOP_SECONDS)
     if entry.keeper.lives:
         keeper = entry.keeper.pid

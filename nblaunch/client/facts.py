@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
@@ -18,12 +17,11 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import RankFailure, RankResult, RunResult
 from nblaunch._version import __version__
-from nblaunch.client.jobs import ClientJob
 from nblaunch.client.result import final_lines
 from nblaunch.diagnose.failures import Alike, Blame, blame
 from nblaunch.insight.report import OUTPUT_LINES, Redactor, Report, Tails, make
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.streams import OutputFilter
+from nblaunch.protocol.client import JobEnd
 from nblaunch.protocol.messages import FrameRecord, MemoryUse, Phase, Stream
 from nblaunch.protocol.reports import HangReport, format_ranks, nearest_frame, ranks_by_answer
 from nblaunch.protocol.state import RankState
@@ -45,18 +43,14 @@ class JobReporter:
 
     options: LaunchOptions
     key: str = field(repr=False)
-    timeout: bool = False
-    interrupted: bool = False
-    not_started: bool = False
-    ended_by: str = ""
-    broke: FailureKind | None = None
+    end: JobEnd
 
     def __call__(self, result: RunResult) -> Report:
         """Return the report as of now; late warnings may have come since the end of the run."""
         redactor = Redactor({**self.options.env, JOIN_KEY: self.key})
         found = blame(result.state.ranks)
         first = frozenset(rank for each in found.causes[:1] for rank in each.ranks)
-        tails = Tails(dict(_tails(result, OutputFilter.of(self.options), redactor)), first)
+        tails = Tails(dict(_tails(result, self.options, redactor)), first)
         return make(self._facts(result, found), tails, redactor)
 
     def _facts(self, result: RunResult, found: Blame) -> dict[str, Any]:
@@ -67,7 +61,8 @@ class JobReporter:
             causes = tuple(sorted(causes, key=lambda each: root.rank not in each.ranks))
         return {
             "outcome": self._outcome(result, root),
-            "ended_by": self.ended_by or result.preempted,
+            "ended_by": (self._broke[0] if self.end.early is None else self.end.early.message)
+            or result.preempted,
             "ran": result.title,
             "world_size": result.world_size,
             "backend": state.backend or result.backend,
@@ -90,46 +85,45 @@ class JobReporter:
 
     def _kind(self, result: RunResult, root: RankFailure | None) -> str:
         """Return the address of the page about what has happened; empty where there is none."""
-        if result.ok or self.interrupted:
+        if result.ok or self.end.interrupted:
             return ""
-        if self.timeout:
+        if self._timed_out:
             return FailureKind.HANG.address
         if result.preempted:
             return FailureKind.PREEMPTED.address
-        kind = self.broke if root is None or root.kind is None else root.kind
+        kind = self._broke[1] if root is None or root.kind is None else root.kind
         if kind is None and root is not None and root.phase in _START:
             kind = LaunchError("", phase=root.phase.value).kind
         return "" if kind is None else kind.address
 
+    @property
+    def _timed_out(self) -> bool:
+        return self.end.early is not None and self.end.early.timeout
+
+    @property
+    def _broke(self) -> tuple[str, FailureKind | None]:
+        """What broke the group, in words, and its kind."""
+        if self.end.launch_failure is not None:
+            phase, message = self.end.launch_failure
+            return f"phase '{phase}': {message}", LaunchError("", phase=phase).kind
+        error = None if self.end.error is None else self.end.error.error()
+        words = "" if error is None else f"{type(error).__name__}: {error}"
+        return words, error.kind if isinstance(error, NblaunchError) else None
+
     def _outcome(self, result: RunResult, root: RankFailure | None) -> str:
         if result.ok:
             return "succeeded"
-        if self.timeout:
+        if self._timed_out:
             return "timeout"
         if result.preempted:
             return "preempted"
-        if self.interrupted:
+        if self.end.interrupted:
             return "interrupted"
-        return "not started" if self.not_started or (root and root.phase in _START) else "failed"
-
-
-def reporter_of(job: ClientJob) -> Callable[[RunResult], Report]:
-    """Return what makes the report of a job that has ended."""
-    early = None if job.end is None else job.end.early
-    broke = "" if job.error is None else f"{type(job.error).__name__}: {job.error}"
-    kind = job.error.kind if isinstance(job.error, NblaunchError) else None
-    if job.launch_failure is not None:
-        kind = LaunchError("", phase=job.launch_failure[0]).kind
-        broke = f"phase '{job.launch_failure[0]}': {job.launch_failure[1]}"
-    return JobReporter(
-        options=job.options,
-        key=os.environ.get(JOIN_KEY, ""),
-        timeout=early is not None and early.timeout,
-        interrupted=job.interrupted,
-        not_started=job.launch_failure is not None,
-        ended_by=early.message if early is not None else broke,
-        broke=kind,
-    )
+        return (
+            "not started"
+            if self.end.launch_failure is not None or (root and root.phase in _START)
+            else "failed"
+        )
 
 
 def _seconds(result: RunResult) -> float | None:
@@ -283,7 +277,6 @@ def _memory(result: RunResult) -> dict[str, Any]:
 
 
 def _seen(result: RunResult) -> dict[str, Any]:
-    """Return the last metrics and the slowest step, where the run has them."""
     found: dict[str, Any] = {}
     found["metrics"] = {name: _values(by_rank) for name, by_rank in sorted(result.metrics.last.items())}
     slowest = None if result.profile is None else result.profile.slowest_step
@@ -304,21 +297,21 @@ def _values(by_rank: Mapping[int, float]) -> Any:
 
 
 def _tails(
-    result: RunResult, shown: OutputFilter, redactor: Redactor
+    result: RunResult, options: LaunchOptions, redactor: Redactor
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     for each in result.ranks:
-        text = redactor.text(_text(result.state.ranks[each.rank], each, shown))
+        text = redactor.text(_text(result.state.ranks[each.rank], each, options))
         lines = [line.rstrip() for line in final_lines(text)]
         kept = list(_without_blanks(lines))[-OUTPUT_LINES:]
         if kept:
             yield each.rank, tuple(kept)
 
 
-def _text(state: RankState, rank: RankResult, shown: OutputFilter) -> str:
+def _text(state: RankState, rank: RankResult, options: LaunchOptions) -> str:
     """Return the end of what a rank printed, in order; streams that were not shown come last."""
     text = "".join(entry.text for entry in state.transcript.entries if isinstance(entry, Text))
     for stream in Stream:
-        if not shown.shows(rank.local_rank, stream):
+        if not options.shows(rank.local_rank, stream):
             text = f"{text.rstrip()}\n{getattr(rank, stream.value)}"
     if len(text) <= _TAIL_CHARACTERS:
         return text

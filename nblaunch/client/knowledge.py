@@ -104,7 +104,6 @@ class Knowledge:
                 self._records.append(_Record(new, self._table))
 
     def close(self) -> None:
-        """Forget everything."""
         with self._lock:
             self._table.close()
             self._records = []
@@ -123,11 +122,9 @@ class Knowledge:
                         record.bound[name] = replace(binding, again=True)
 
     def sweep(self) -> None:
-        """Drop the keys of objects that the notebook has freed."""
         self._table.sweep()
 
     def lost(self, keys: Mapping[int, tuple[int, ...]]) -> None:
-        """Drop the keys that a rank no longer has."""
         with self._lock:
             for rank, each in keys.items():
                 record = next((known for known in self._records if rank in known.ranks), None)
@@ -160,7 +157,6 @@ class Knowledge:
         return key
 
     def remember(self, view: KnowledgeView, delivery: Delivery) -> None:
-        """Record that a payload has arrived on the ranks of `view`."""
         with self._lock:
             if view.record not in self._records:
                 return  # of an attempt that is over
@@ -350,12 +346,10 @@ class KnowledgeView:
         return binding.frame, {key: frames.get(key) for key in reached}
 
     def _is_own(self, name: str, rank: int) -> bool:
-        """Return whether a rank has bound this variable itself."""
         return name in self._names[rank] and (name in self._rebound[rank] or name not in self.record.bound)
 
 
 def notices(views: Iterable[KnowledgeView]) -> tuple[str, ...]:
-    """Return the notices about the notebook's variables, for all ranks together."""
     views = tuple(views)
     kept: dict[str, frozenset[int]] = {}
     for view in views:

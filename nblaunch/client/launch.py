@@ -1,48 +1,242 @@
-"""A job of this process, before it is submitted: placed, captured, and written for the ranks."""
+"""A job of this process: placed and captured, written for the ranks, and the fold of what comes of it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nblaunch import _inherited, _notebook
-from nblaunch._errors import LaunchError, OptionError
+from nblaunch._errors import LaunchError, NblaunchError, OptionError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
+from nblaunch._results import EventLog
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.capture import Captured, called_name, capture_call
 from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
-from nblaunch.client.inherited import prepare_of
-from nblaunch.client.jobs import ClientJob, JobRanks, RankPayload
-from nblaunch.client.local import local
+from nblaunch.client.knowledge import Delivery, KnowledgeView
+from nblaunch.client.line import ClientLine, SentRequest
+from nblaunch.client.local import Runtime, local
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import DismissSession, NodeEnvironment, OpenRanks
+from nblaunch.protocol import client as wire
 from nblaunch.protocol.messages import (
+    Asked,
     CellJob,
     CodeManifest,
     CodeTree,
     Dispatch,
     FunctionJob,
     Insight,
+    Noticed,
+    Objects,
     Phase,
+    Prepare,
     PullJob,
+    PushJob,
     ScriptJob,
 )
+from nblaunch.protocol.state import Message, RunState, advance, decode_state
 
 STANDBY_SWITCH = "NBLAUNCH_STANDBY"
 """`0` turns it off; `1` turns it on outside notebooks too, where programs seldom run the same job again."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankPayload:
+    """What `ranks` are sent with a job, and all others that have no payload of their own."""
+
+    captured: Captured
+    ranks: frozenset[int] = frozenset()
+    objects: Objects | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class JobRanks:
+    """Ranks that take jobs: a session's, or those of one run, which its job starts."""
+
+    runtime: Runtime
+    key: str
+    """What the runtime calls them."""
+    notices: tuple[str, ...] = ()
+    """About their place, for the result of a run."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ClientJob:
+    """A job that this process submits, or watches; used by one thread at a time.
+
+    What ranks run is decided before it is submitted; where that was refused because the ranks are others by
+    then, it begins again, under another number.
+    """
+
+    title: str
+    options: LaunchOptions
+    placement: wire.Placement
+    work: CellJob | FunctionJob | ScriptJob | PushJob | PullJob = field(default_factory=FunctionJob)
+    subset: tuple[int, ...] | None = None
+    """The ranks that take part; None: all."""
+    payloads: tuple[RankPayload, ...] = ()
+    """One for all ranks, or one for each group of ranks that know the same; without any, nothing is sent."""
+    internal: bool = False
+    """Its result is never shown. Notices about the ranks are reported with the next job that is shown."""
+    brief: bool = False
+    """The next job waits for this one and is not refused: the user does not know of it."""
+    look: bool = False
+    """It only looks into a rank, which a client that watches may do too."""
+    notices: tuple[str, ...] = ()
+
+    # What a session's ranks know of the notebook, and what they know once they have this.
+    deliveries: tuple[tuple[KnowledgeView, Delivery], ...] = ()
+    captured_for: tuple[int, int] | None = None
+    """The attempt, and the number of the session's jobs before this one; None: captured for any ranks."""
+    capture_again: Callable[[ClientJob], object] = lambda _: None
+    """Captures once more, for ranks that have other things by now."""
+    arrived: Callable[[], object] = lambda: None
+    """Called once the payloads have arrived on all ranks, and they keep them."""
+
+    # How it is submitted.
+    ranks: JobRanks
+    line: ClientLine = field(init=False)
+    attempt: int | None = None
+    """The attempt that they have to be of, if that matters."""
+    others: Callable[[object], None] = lambda _: None
+    """Takes the events that are not the job's."""
+    watching: Callable[[], bool] = lambda: False
+    """Whether this process only watches it: another client submits jobs by now, or has submitted this one."""
+    private: bool = False
+    """Whether the runtime keeps values for other clients: what is written to them stays here."""
+
+    # What has come of it.
+    number: int = field(init=False)
+    state: RunState = field(init=False)
+    ended: bool = False
+    end: wire.JobEnd = field(default_factory=wire.JobEnd)
+    request: SentRequest[wire.Given | wire.Stale] | None = None
+    """The request by which this process has submitted it."""
+    questions: deque[Asked] = field(default_factory=deque)
+    """Questions of ranks to the user, the oldest first."""
+
+    @property
+    def backend(self) -> str:
+        """Return the backend of the ranks' default process group, "" where none is formed."""
+        return self.placement.backend if self.options.init_process_group else ""
+
+    def begin(self) -> None:
+        """Begin with a new number and nothing folded but the notices."""
+        self.number, self.request = self.ranks.runtime.number(), None
+        self.state = RunState.fresh(self.placement.nproc, self.subset, time=time.time())
+        captured = (text for each in self.payloads for text in each.captured.notices)
+        for text in dict.fromkeys((*self.notices, *captured)):
+            self.fold(Noticed(text=text))
+
+    def fold(self, message: Message) -> None:
+        self.state = advance(self.state, message)
+
+    def take(self, event: object) -> None:
+        """Take an event; those of other jobs change nothing."""
+        match event:
+            case wire.PayloadKept(job=self.number):
+                self.arrived()
+            case wire.Question(job=self.number, asked=asked):
+                self.questions.append(asked)
+            case wire.JobRefreshed(job=self.number, state=state, questions=questions):
+                self.state, self.questions = decode_state(state), deque(questions)
+            case wire.JobEnded(job=self.number, end=end):
+                self.ended, self.end = True, end
+            case wire.Remark(text=text):
+                print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
+            case _:
+                pass
+
+    @property
+    def error(self) -> BaseException | None:
+        """What broke the group."""
+        return None if self.end.error is None else self.end.error.error()
+
+    @property
+    def logs(self) -> Mapping[int, Mapping[int, wire.RankLogFiles]]:
+        return {attempt: {each.rank: each for each in files} for attempt, files in self.end.logs.items()}
+
+
+class KeptJob:
+    """What the runtime keeps of a job as long as a result refers to this: logs, events, late warnings."""
+
+    def __init__(self, runtime: Runtime, number: int) -> None:
+        """Have the runtime release the job when this object is collected."""
+        self._runtime = runtime
+        self._number = number
+        self._late: list[str] = []
+        self._complete = False
+        self._finalizer = weakref.finalize(self, runtime.note, wire.ReleaseJob(job=number, pid=os.getpid()))
+        # A program that ends stops the runtime, which removes all logs.
+        self._finalizer.atexit = False
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the warnings since the end of the job."""
+        if not self._complete and self._runtime.is_of(os.getpid()):
+            try:
+                answer = self._runtime.ask(wire.LateOf(job=self._number))
+            except NblaunchError:
+                self._complete = True  # the runtime has ended
+            else:
+                self._late, self._complete = list(answer.texts), answer.complete
+        return iter(self._late)
+
+
+class RemoteEvents(EventLog):
+    """torchelastic's events of a job, which the runtime has once the agent has ended."""
+
+    def __init__(self, runtime: Runtime, number: int) -> None:
+        """Ask for them when they are looked at; the runtime has those of the last released jobs, too."""
+        super().__init__()
+        self._runtime: Runtime | None = runtime
+        self._number = number
+
+    def all(self) -> tuple[wire.Event, ...]:
+        """Return the complete log: values arrive before the ranks have exited, which takes a moment."""
+        runtime = self._runtime
+        if runtime is not None and runtime.is_of(os.getpid()):
+            # Where it cannot answer, the runtime has ended, or this was one of many runs.
+            with contextlib.suppress(NblaunchError), runtime.line() as line:
+                answer = line.ask(wire.EventsOf(job=self._number))
+                self._events = list(answer.events)
+            self._runtime = None
+        return tuple(self._events)
+
+
+# Before it is submitted.
+
+
+def prepare_of(options: LaunchOptions, *, timeout: float | None = None, script: bool = False) -> Prepare:
+    """Return the message that makes processes ranks of this notebook, as it is now, but for their devices.
+
+    A `script` finds what it finds under torchrun: its own directory in place of an interactive session's.
+    Raises `LaunchError` where ranks in this process's directory could not work.
+    """
+    # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
+    signals = {"TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
+    return Prepare(
+        environ=_inherited.encoded({**os.environ, **options.env, **signals}),
+        cwd=_inherited.working_directory(),
+        path=_inherited.search_path(entry for entry in sys.path if entry or not script),
+        argv=tuple(os.fsencode(each) for each in sys.argv[:1]) or (b"",),
+        umask=_inherited.umask(),
+        limits=_inherited.limits(),
+        timeout=timeout,
+    )
+
+
 def refuse_inside_rank() -> None:
-    """Raise `LaunchError` in a process that is itself a rank."""
     rank = _notebook.inside_rank()
     if rank is not None:
         msg = (
@@ -52,7 +246,7 @@ def refuse_inside_rank() -> None:
         raise LaunchError(msg, phase=Phase.FORK.value, kind=FailureKind.INSIDE_A_RANK)
 
 
-def opening(options: LaunchOptions, key: str, *, script: bool = False, **how: Any) -> OpenRanks:
+def opening(options: LaunchOptions, key: str, *, script: bool = False, **how: Any) -> wire.OpenRanks:
     """Return the request for ranks of this process, as it is now, which the runtime is to call `key`.
 
     Raises `OptionError` and `LaunchError` for what can be told without the runtime.
@@ -61,15 +255,20 @@ def opening(options: LaunchOptions, key: str, *, script: bool = False, **how: An
         msg = "torchelastic starts ranks on POSIX systems only, and this is Windows. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
     _inherited.check_start_method(options.start_method)
+    environment = None
+    if options.sync_env:
+        from nblaunch.client.packages import environment_of
+
+        environment = environment_of(sys.path, os.fsdecode(_inherited.working_directory()), os.environ)
     # What the user's code has registered here; torch is not loaded for it.
     known = getattr(sys.modules.get("torch.distributed"), "Backend", None)
-    return OpenRanks(
+    return wire.OpenRanks(
         session=key,
         options=options,
         prepare=prepare_of(options, timeout=how.pop("timeout", None), script=script),
         backends=() if known is None else tuple(known.backend_list),
         untouched=script,
-        environment=environment_for(options),
+        environment=environment,
         **how,
     )
 
@@ -83,20 +282,8 @@ def fresh_job(title: str, options: LaunchOptions, *, script: bool = False) -> Cl
     runtime, opened = local().ask(request)
     ranks = JobRanks(runtime, key, tuple(filter(None, (opened.placement.warning, opened.unheeded))))
     # A job that is never submitted: its cell cannot be captured, or another one was run.
-    weakref.finalize(ranks, runtime.note, DismissSession(session=key)).atexit = False
+    weakref.finalize(ranks, runtime.note, wire.DismissSession(session=key)).atexit = False
     return ClientJob(title=title, options=options, placement=opened.placement, ranks=ranks)
-
-
-def environment_for(options: LaunchOptions) -> NodeEnvironment | None:
-    """Return this process's Python environment if `--sync-env` is given, else None.
-
-    Raises `OptionError` for packages that another machine cannot install.
-    """
-    if not options.sync_env:
-        return None
-    from nblaunch.client.packages import environment_of
-
-    return environment_of(sys.path, os.fsdecode(_inherited.working_directory()), os.environ)
 
 
 def with_log_dir(options: LaunchOptions) -> LaunchOptions:
@@ -104,38 +291,36 @@ def with_log_dir(options: LaunchOptions) -> LaunchOptions:
 
     Raises `OptionError` if it cannot be made.
     """
-    if not options.log_dir:
-        return options
-    directory = Path(options.log_dir).absolute()
-    try:
+
+    def make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        msg = (
-            f"log_dir={str(directory)!r} cannot be made: {error.strerror}. Give a directory that you can "
-            "write to."
-        )
-        raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
-    return replace(options, log_dir=str(directory))
+
+    return _with_whole_path(options, "log_dir", make, "made", "directory")
 
 
 def with_metrics_file(options: LaunchOptions) -> LaunchOptions:
-    """Make the user's file of metrics, as this process's umask has it; return the options with its path.
+    """Do the same with the user's file of metrics."""
 
-    Raises `OptionError` if it cannot be written.
-    """
-    if not options.metrics_file:
-        return options
-    file = Path(options.metrics_file).absolute()
-    try:
+    def make(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
+
+    return _with_whole_path(options, "metrics_file", make, "written", "file")
+
+
+def _with_whole_path(
+    options: LaunchOptions, name: str, make: Callable[[Path], None], done: str, what: str
+) -> LaunchOptions:
+    if not getattr(options, name):
+        return options
+    path = Path(getattr(options, name)).absolute()
+    try:
+        make(path)
     except OSError as error:
-        msg = (
-            f"metrics_file={str(file)!r} cannot be written: {error.strerror}. Give a file that you can write "
-            "to."
-        )
+        msg = f"{name}={str(path)!r} cannot be {done}: {error.strerror}. Give a {what} that you can write to."
         raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
-    return replace(options, metrics_file=str(file))
+    changed: dict[str, Any] = {name: str(path)}
+    return replace(options, **changed)
 
 
 def standby_wanted() -> bool:
@@ -161,7 +346,6 @@ def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
 def prepare_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
 ) -> ClientJob:
-    """Place and capture a call of `fn` on fresh ranks."""
     work = function_job(fn, args)
     job = fresh_job(work.name, options)
     captured = capture_call(fn, tuple(args), dict(kwargs or {}), _notebook.namespace())
@@ -230,7 +414,6 @@ def dispatches(
 
 
 def _insight(options: LaunchOptions) -> Insight:
-    """Return what is to be seen of a job with these options."""
     return Insight(
         profile=options.profile or options.profile_steps is not None,
         profile_steps=options.profile_steps,

@@ -173,11 +173,9 @@ class ClientLine:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be sent or received any more."""
         return self._socket.fileno() < 0
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
     @functools.cached_property

@@ -5,6 +5,7 @@ No other module keeps a connection, or registers anything for the end of the pro
 
 from __future__ import annotations
 
+import abc
 import atexit
 import contextlib
 import itertools
@@ -21,15 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from nblaunch import _notebook
+from nblaunch import _keeper, _notebook
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
 from nblaunch._registry import RuntimeEntry, release_of_torch
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch._version import __version__
-from nblaunch.client import boot
-from nblaunch.client.boot import stop_keeper
 from nblaunch.client.code import KnownFiles
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.protocol.client import (
@@ -48,6 +47,8 @@ from nblaunch.protocol.state import decode_folded
 if TYPE_CHECKING:
     from nblaunch._results import EventLog
 
+LIVE = "nblaunch.runtime.main:live"
+"""What the runtime's process calls, by name: a client does not import it."""
 _ENDING_SECONDS = 15.0
 _DESCRIBE_SECONDS = 5.0
 _END_SECONDS = 40.0
@@ -102,7 +103,6 @@ class Client:
 
     @property
     def started(self) -> OwnRuntime | None:
-        """The runtime, if there is one."""
         return self._runtime
 
     def detached(self) -> OwnRuntime:
@@ -119,7 +119,6 @@ class Client:
         return runtime
 
     def attached(self, entry: RuntimeEntry) -> Runtime:
-        """Connect to another process's runtime."""
         runtime = FoundRuntimeClient(entry)
         self._others.add(runtime)
         return runtime
@@ -135,7 +134,6 @@ class Client:
         self.directory.remove()
 
     def end(self) -> None:
-        """Close at the end of the program."""
         self._exiting.set()
         self.close()
 
@@ -154,7 +152,7 @@ class Client:
                 runtime.abandon()
 
 
-class Runtime:
+class Runtime(abc.ABC):
     """A runtime process, and this process's connections to it; the first one is for short requests."""
 
     used = False
@@ -189,7 +187,6 @@ class Runtime:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
         self._ended = self._ended or self._control.closed
         if not self._ended and self._lock.acquire(blocking=False):  # else another thread uses it
             try:
@@ -202,7 +199,6 @@ class Runtime:
 
     @property
     def answered(self) -> bool:
-        """Whether it has started."""
         return bool(self._token)
 
     @property
@@ -245,12 +241,10 @@ class Runtime:
         self._give_back(line)
 
     def ask_on_a_line(self, request: Request[AnswerT]) -> AnswerT:
-        """Return the answer to a request that takes its time."""
         with self.line() as line:
             return line.ask(request)
 
     def take_line(self) -> ClientLine:
-        """Return a connection that nobody else uses."""
         self.refuse_in_fork()
         self.used = True
         if self._notes:
@@ -292,7 +286,6 @@ class Runtime:
         return self.root
 
     def number(self) -> int:
-        """Return a number for a job that no other client chooses."""
         return self.welcome.client * _FIRST_NUMBER + next(self._numbers)
 
     def note(self, note: ClientNote) -> None:
@@ -343,18 +336,18 @@ class Runtime:
         self.close()
 
     def _gone(self) -> Exception:
-        """Return the error for a runtime that has ended."""
         self._ended = True
-        return LaunchError("nblaunch's runtime has ended, and all ranks with it.", phase="runtime")
+        return LaunchError(self._ending(), phase="runtime")
 
+    @abc.abstractmethod
+    def _ending(self) -> str:
+        """Return that it has ended, and its last words."""
+
+    @abc.abstractmethod
     def stop(self) -> None:
         """End it, and wait until it is gone with all that it has started."""
-        with contextlib.suppress(NblaunchError):
-            self.ask(Stop(), self._stop_seconds())
-        self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         for line in (*self._free, self._control):
             line.close()
 
@@ -367,7 +360,7 @@ class OwnRuntime(Runtime):
             ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._boot = Boot(root, theirs, boot.LIVE, owner=os.getpid())
+                self._boot = Boot(root, theirs, LIVE, owner=os.getpid())
             except BaseException:
                 ours.close()
                 raise
@@ -375,7 +368,6 @@ class OwnRuntime(Runtime):
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
         # A keeper that was killed may be gone before the runtime is.
         self._ended = self._ended or self._boot.keeper.poll() is not None
         return super().alive
@@ -385,13 +377,10 @@ class OwnRuntime(Runtime):
         """The process at the top of all that it has started."""
         return self._boot.keeper
 
-    def _gone(self) -> Exception:
-        self._ended = True
-        msg = f"nblaunch's runtime has ended, and all ranks with it. {self._boot.last_words()}"
-        return LaunchError(msg, phase="runtime")
+    def _ending(self) -> str:
+        return f"nblaunch's runtime has ended, and all ranks with it. {self._boot.last_words()}"
 
     def stop(self) -> None:
-        """End it, and wait until it is gone with all that it has started."""
         try:
             self.ask(Stop(), self._stop_seconds())
         except TimeoutError:
@@ -444,26 +433,22 @@ class FoundRuntimeClient(Runtime):
             raise LaunchError(msg, phase="runtime", kind=FailureKind.NO_ANSWER)
         return super().welcome
 
-    def _gone(self) -> Exception:
-        self._ended = True
-        msg = (
+    def _ending(self) -> str:
+        return (
             f"The runtime of session {self.entry.name!r} (process {self.entry.runtime.pid}) has ended, and "
             f"all ranks with it. Start another session (%distributed start). {last_words(self._logs)}"
         )
-        return LaunchError(msg, phase="runtime")
 
     def stop(self) -> None:
-        """End it, and wait until it is gone with all that it has started."""
         try:
             self.ask(Stop(), self._stop_seconds())
         except (NblaunchError, TimeoutError):
             # The runtime refuses us, does not answer, or is ending: its keeper ends everything.
-            stop_keeper(self.entry.keeper.pid, self.entry.keeper.start)
+            _keeper.stop(self.entry.keeper.pid, self.entry.keeper.start)
         self.entry.wait_until_gone(_END_SECONDS)
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         super().close()
         for log in self._logs:
             log.close()
@@ -473,7 +458,6 @@ _client = Client()
 
 
 def local() -> Client:
-    """Return the client of this process."""
     return _client
 
 

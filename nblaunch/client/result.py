@@ -23,12 +23,11 @@ from nblaunch._results import (
     read_text,
 )
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.jobs import ClientJob
+from nblaunch.client.launch import ClientJob
 from nblaunch.diagnose.failures import Explained, blame, kind_of, reason, value_lost
 from nblaunch.insight.report import Report
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.streams import OutputFilter
-from nblaunch.protocol.client import JobEnd, RankLogFiles
+from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import Illustrated, Phase, Stream, Unreadable
 from nblaunch.protocol.metrics import table
 from nblaunch.protocol.reports import format_ranks, held_lines, ranks_on, size
@@ -53,7 +52,7 @@ def collect(
     `keep` lasts as long as the result does, and has the warnings since the end of the job.
     """
     values, state = _unpickled(job)
-    end, options = job.end or JobEnd(), job.options
+    end, options = job.end, job.options
     log_dir = Path(end.log_dir) if end.log_dir else None
     profiled = (options.profile or options.profile_steps is not None) and not job.internal
     profile, state = _profile(state, log_dir, wanted=profiled)
@@ -82,7 +81,6 @@ def collect(
 
 
 def _profile(state: RunState, log_dir: Path | None, *, wanted: bool) -> tuple[Profile | None, RunState]:
-    """Return what the ranks have recorded, and the state with its drawing."""
     if not wanted:
         return None, state
     # Not before: a run without a profile need not load this.
@@ -125,9 +123,8 @@ def _unpickled(job: ClientJob) -> tuple[dict[int, Any], RunState]:
 
 def _attempt(job: ClientJob, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
     logs = job.logs.get(attempt.number, {})
-    shown = OutputFilter.of(job.options)
     failures = tuple(
-        _failure(each, attempt.ranks[each.rank], logs.get(each.rank), shown)
+        _failure(each, attempt.ranks[each.rank], logs.get(each.rank), job.options)
         for each in blame(attempt.ranks).failures
     )
     by_rank = {failure.rank: failure for failure in failures}
@@ -146,7 +143,7 @@ def _attempt(job: ClientJob, attempt: AttemptState, values: Mapping[int, Any], k
 
 
 def _failure(
-    explained: Explained, rank: RankState, logs: RankLogFiles | None, output: OutputFilter
+    explained: Explained, rank: RankState, logs: RankLogFiles | None, options: LaunchOptions
 ) -> RankFailure:
     record = explained.failure
     exception = None
@@ -167,7 +164,7 @@ def _failure(
         time=record.time,
         phase=record.phase,
         consequence_of=explained.consequence_of,
-        last_output=_last_output(rank, logs, output),
+        last_output=_last_output(rank, logs, options),
         shown=record.colored,
         reason=str(reason(record)),
         node=rank.node,
@@ -176,11 +173,11 @@ def _failure(
     )
 
 
-def _last_output(rank: RankState, logs: RankLogFiles | None, output: OutputFilter) -> str:
+def _last_output(rank: RankState, logs: RankLogFiles | None, options: LaunchOptions) -> str:
     """Return a rank's last lines of output; those of streams that are not shown come last."""
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
     for stream in Stream:
-        if logs is not None and not output.shows(logs.local_rank, stream):
+        if logs is not None and not options.shows(logs.local_rank, stream):
             path, start, end = place_in_file(logs, stream)
             text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
     # torch's watchdog ends a process with a page of these, below its message.
@@ -250,24 +247,25 @@ def _rank_result(  # noqa: PLR0913, PLR0917 - what a rank's result is made of
 
 def error_of(job: ClientJob, result: RunResult) -> BaseException | None:
     """Return the error of a job that ended by itself, None if it succeeded."""
-    if job.launch_failure is not None:
-        phase, message = job.launch_failure
+    if job.end.launch_failure is not None:
+        phase, message = job.end.launch_failure
         return LaunchError(message, phase=phase)
     if result.state.preempted and not result.ok:
         return RunPreemptedError(_preempted(job, result), result=result)
-    if job.error is not None:
-        if isinstance(job.error, NblaunchError):
-            return job.error
-        phase = _phase_of(job.error, job.state)
-        msg = f"phase '{phase}' broke: {type(job.error).__name__}: {job.error}"
-        error: BaseException = LaunchError(msg, phase=phase)
-        error.__cause__ = job.error
+    if (broke := job.error) is not None:
+        if isinstance(broke, NblaunchError):
+            return broke
+        phase = _phase_of(broke, job.state)
+        error: BaseException = LaunchError(
+            f"phase '{phase}' broke: {type(broke).__name__}: {broke}", phase=phase
+        )
+        error.__cause__ = broke
         return error
     root = result.root_cause
     if root is None:
         if result.ok:
             return None
-        return KeyboardInterrupt("the run was interrupted") if job.interrupted else _unfinished(result)
+        return KeyboardInterrupt("the run was interrupted") if job.end.interrupted else _unfinished(result)
     if root.phase in (Phase.FORK, Phase.CONNECT, Phase.PROCESS_GROUP):
         who = ranks_on([root.rank], hosts_of(result.state.ranks))
         error = LaunchError(
@@ -284,7 +282,6 @@ def error_of(job: ClientJob, result: RunResult) -> BaseException | None:
 
 
 def _preempted(job: ClientJob, result: RunResult) -> str:
-    """Return why the nodes were taken back, and which ranks ended because of it."""
     why = result.state.preempted
     if isinstance(job.error, RunPreemptedError) and str(job.error) != why:
         why = f"{why}; {job.error}"
@@ -303,7 +300,6 @@ def _unfinished(result: RunResult) -> RunFailedError:
 
 
 def _phase_of(error: BaseException, state: RunState) -> str:
-    """Return the phase in which the agent itself broke."""
     if type(error).__name__.startswith("Rendezvous"):
         return "rendezvous"
     phases = list(Phase)
@@ -339,7 +335,6 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
 
 
 def _last_measured(result: RunResult, rank: int) -> list[str]:
-    """Return what a rank that was killed used of memory, if it was measured: it cannot be asked any more."""
     used = result.ranks[rank].memory
     if used is None or used.host_now is None:
         return []

@@ -16,8 +16,7 @@ from typing import Any, TypeGuard
 
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
-from nblaunch.client.jobs import ClientJob
-from nblaunch.client.launch import fresh_job
+from nblaunch.client.launch import ClientJob, fresh_job
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.table import nearest
@@ -27,7 +26,6 @@ ScriptPath = str | os.PathLike[str]
 
 
 def is_script(target: object) -> TypeGuard[ScriptPath]:
-    """Return whether `target` is the path of a script, not something to call."""
     return isinstance(target, str | os.PathLike) and not callable(target)
 
 
@@ -79,7 +77,6 @@ def refuse_in_session(script: ScriptPath, session: str) -> OptionError:
 
 
 def _check(options: LaunchOptions) -> None:
-    """Raise `OptionError` for options that contradict each other."""
     if not options.no_python:
         return
     for name, why in (

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,9 +33,11 @@ from nblaunch.capture.capture import (
     capture_values,
     notebook_names,
 )
-from nblaunch.client.jobs import ClientJob, JobRanks, RankPayload
 from nblaunch.client.knowledge import Knowledge, KnowledgeView, notices
 from nblaunch.client.launch import (
+    ClientJob,
+    JobRanks,
+    RankPayload,
     function_job,
     opening,
     refuse_inside_rank,
@@ -44,14 +46,13 @@ from nblaunch.client.launch import (
 )
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
-from nblaunch.client.run import StaleError, run_job, watch_job
+from nblaunch.client.run import SilentView, StaleError, run_job, watch_job
 from nblaunch.client.scripts import is_script, refuse_in_session
-from nblaunch.client.wait import SilentView
 from nblaunch.insight.comparing import Round, compare, size_of
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.messages import CellJob, FunctionJob, Names, Objects, PullJob, PushJob
+from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch.protocol.reports import HangReport, format_ranks, session_busy, session_ended
 from nblaunch.protocol.state import View
 
@@ -66,28 +67,7 @@ _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*$")
 
 
 def silent(title: str, backend: str) -> View:  # noqa: ARG001 - as every `watch` of a session
-    """Show nothing."""
     return SilentView()
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRanks:
-    """The ranks of a session, and the connection to them."""
-
-    name: str
-    key: str
-    """What the runtime calls the session: two of a kernel may have one name."""
-    runtime: Runtime
-    line: ClientLine
-    placement: wire.Placement
-    attempt: int
-    detached: bool
-    names: Mapping[int, Names] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    held_by: wire.ClientRecord | None = None
-    """Another client, which gives them jobs."""
-    watches_only: str = ""
-    """Why this process may give them none, if it may not."""
 
 
 def start_session(
@@ -114,10 +94,9 @@ def start_session(
         if options.detach:
             runtime.stop()
         raise
-    place, attempt = opened.placement, opened.attempt
-    notes = tuple(filter(None, (opened.unheeded, place.warning)))
-    ranks = SessionRanks(name, key, runtime, line, place, attempt, options.detach, notes=notes)
-    session = LiveSession(ranks, options, watch)
+    opened = msgspec.structs.replace(opened, session=key, options=options)
+    notes = list(filter(None, (opened.unheeded, opened.placement.warning)))
+    session = LiveSession(name, runtime, line, opened, watch, notes, detached=options.detach)
     try:
         session.start()
     except BaseException:
@@ -137,22 +116,8 @@ def attach_session(
     except BaseException:
         runtime.abandon()
         raise
-    known = answer.session
-    names = {each.rank: each for each in answer.names}
-    ranks = SessionRanks(
-        entry.name,
-        known.session,
-        runtime,
-        line,
-        known.placement,
-        known.attempt,
-        detached=True,
-        names=names,
-        notes=(_own_variables(entry.name),),
-        held_by=answer.held_by,
-        watches_only=answer.watches_only,
-    )
-    return LiveSession(ranks, answer.options, watch)
+    notes = [_own_variables(entry.name)]
+    return LiveSession(entry.name, runtime, line, answer, watch, notes, detached=True)
 
 
 def _own_variables(name: str) -> str:
@@ -170,19 +135,27 @@ class LiveSession:
     `prepare_call` return what performs it, on this thread or on that of a `Handle`.
     """
 
-    def __init__(
-        self, ranks: SessionRanks, options: LaunchOptions, watch: Callable[[str, str], View] = silent
+    def __init__(  # noqa: PLR0913, PLR0917 - the ranks, the connection to them, and who they are for
+        self,
+        name: str,
+        runtime: Runtime,
+        line: ClientLine,
+        opened: wire.Opened,
+        watch: Callable[[str, str], View],
+        notes: list[str],
+        *,
+        detached: bool,
     ) -> None:
         """Give jobs to ranks that are there, or are being started.
 
         `watch(title, backend)` makes what shows a job.
         """
-        self.name = ranks.name
-        self._key = ranks.key
-        self._ranks = JobRanks(ranks.runtime, ranks.key)
-        self.options = options
-        self.placement = ranks.placement
-        self.detached = ranks.detached
+        self.name = name
+        self._key = opened.session
+        self._ranks = JobRanks(runtime, opened.session)
+        self.options = opened.options or LaunchOptions()
+        self.placement = opened.placement
+        self.detached = detached
         """Whether the ranks outlive this process."""
         self.watch = watch
         self.failed_last = 0
@@ -192,21 +165,21 @@ class LiveSession:
         """Whether the job that holds `_busy` is brief."""
         self._reading = threading.Lock()
         """Held while a thread reads from the session's connection."""
-        self._runtime = ranks.runtime
-        self._line = ranks.line
-        self._attempt = ranks.attempt
-        self._names = dict(ranks.names)
-        self._notes = list(ranks.notes)
+        self._runtime = runtime
+        self._line = line
+        self._attempt = opened.attempt
+        self._names = {each.rank: each for each in opened.names}
+        self._notes = notes
         """For the next job whose result the user sees."""
         # Ranks that another client has sent objects know those by its keys.
         self._keys = itertools.count(self._runtime.number())
         self._knowledge = Knowledge(self._keys)
         self._jobs = 0
         self._ended, self._why_ended = False, ""
-        self._held_by = ranks.held_by
+        self._held_by = opened.held_by
         """Another client, which gives the jobs."""
-        self._watches_only = ranks.watches_only
-        self._gives = ranks.held_by is None and not ranks.watches_only
+        self._watches_only = opened.watches_only
+        self._gives = opened.held_by is None and not opened.watches_only
         """Whether this process is the one that gives jobs; where none does, each may."""
         self._losses = 0
         """How often another client has taken the session over."""
@@ -247,7 +220,6 @@ class LiveSession:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is running."""
         return self._busy.locked()
 
     # --- jobs --------------------------------------------------------------------------------------
@@ -376,8 +348,7 @@ class LiveSession:
                 f"diff: {wrong!r:.100} is not the name of a variable or attribute. Write model or model.head."
             )
             raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
-        self._wait_for_brief()
-        self._refuse_if(at_work=self.busy)
+        self._refuse_if_busy()
         with self._busy:
             self._brief = False
             chosen, token, moved = self._chosen(ranks), secrets.token_hex(8), 0
@@ -396,9 +367,8 @@ class LiveSession:
                     raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE) from None
 
     def _answers(self, token: str, asked: Round) -> dict[int, Any]:
-        """Have ranks answer a question of a comparison."""
         job = self._look("diff", asked.ranks, ask_shell, "answer_comparison", token, asked.ask)
-        outcome = self._run(job, None)
+        outcome = self._run(job)
         root = outcome.result.root_cause
         if root is not None and root.type == "builtins.LookupError":
             msg = f"diff: {root.message}"
@@ -406,43 +376,46 @@ class LiveSession:
         return dict(zip(asked.ranks, outcome.unwrap().values, strict=True))
 
     def _prepared(self, job: ClientJob) -> Perform:
-        self._wait_for_brief()
-        self._refuse_if(at_work=self.busy)
+        self._refuse_if_busy()
         return functools.partial(self._perform, job)
 
     def claim(self) -> None:
         """Take the ranks for a job in the background, on its thread; the job's end releases them."""
-        self._wait_for_brief()
-        self._refuse_if(at_work=not self._busy.acquire(blocking=False))
+        while not self._busy.acquire(blocking=False):
+            self._refuse_if_busy()
         self._brief = False
 
-    def _wait_for_brief(self) -> None:
+    def _refuse_if_busy(self) -> None:
         deadline = time.monotonic() + _BRIEF_SECONDS
         while self._brief and self.busy and time.monotonic() < deadline:
             time.sleep(0.005)
+        if self.busy:
+            raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
 
     def _perform(self, job: ClientJob, cancelled: threading.Event | None = None) -> Outcome:
         """Run a job while holding the ranks; `cancelled` is that of a job that has claimed them."""
         if cancelled is None:
-            self._wait_for_brief()
-            self._refuse_if(at_work=self.busy)
+            self._refuse_if_busy()
             # The one way to take and release a lock that no interrupt comes between.
             with self._busy:
                 self._brief = job.brief
-                return self._run(job, None)
+                return self._run(job)
         try:
             return self._run(job, cancelled)
         finally:
             self._busy.release()
 
-    def _run(self, job: ClientJob, cancelled: threading.Event | None) -> Outcome:
+    def _run(
+        self, job: ClientJob, cancelled: threading.Event | None = None, view: View | None = None
+    ) -> Outcome:
         self._chosen(job.subset)
         self._refuse_if_ended()
         if not job.look:
             self._refuse_if_held()
         if job.options is not self.options:
             job.options = with_metrics_file(job.options)
-        view = (silent if job.internal else self.watch)(job.title, job.backend)
+        view = view or (silent if job.internal else self.watch)(job.title, job.backend)
+        job.line, job.others, job.private = self._line, self._take, self.detached
         notes = [] if job.internal else self._notes
         while True:
             # Since the capture, ranks may have been replaced, and their number may have changed.
@@ -451,10 +424,15 @@ class LiveSession:
             if job.captured_for is not None:
                 self._capture_for_now(job)
             self._jobs += 1
+
+            def lost(before: int = self._losses) -> bool:
+                return self._losses != before
+
+            job.watching = lost
             job.notices = (*notices(view for view, _ in job.deliveries), *notes)
             try:
                 with self._reading:
-                    outcome = run_job(self._submitted_here(job), view, cancelled)
+                    outcome = run_job(job, view, cancelled)
             except StaleError:
                 self._look_at_events()
                 continue
@@ -470,7 +448,6 @@ class LiveSession:
         ranks: Sequence[int] | None = None,
         options: LaunchOptions | None = None,
     ) -> ClientJob:
-        """Return a job for these ranks; `options` are a cell's own."""
         return ClientJob(
             title=title,
             options=self.options if options is None else within(self.options, options),
@@ -480,15 +457,7 @@ class LiveSession:
             subset=None if ranks is None else tuple(ranks),
         )
 
-    def _submitted_here(self, job: ClientJob) -> ClientJob:
-        """Return a job that uses the session's own connection."""
-        losses = self._losses
-        job.line, job.others, job.private = self._line, self._take, self.detached
-        job.watching = lambda: self._losses != losses
-        return job
-
     def _take(self, event: object) -> None:
-        """Take an event of the session."""
         match event:
             case wire.NamesChanged(session=self._key, names=names):
                 self._names[names.rank] = names
@@ -521,7 +490,8 @@ class LiveSession:
         self.placement = replace(self.placement, nproc=event.world_size)
 
     def _take_giver(self, by: wire.ClientRecord | None) -> None:
-        gave, self._gives = self._gives, by is not None and _is_ours(by)
+        here = os.getpid(), platform.node()
+        gave, self._gives = self._gives, by is not None and (by.pid, by.node) == here
         self._held_by = None if self._gives else by
         if gave and not self._gives:
             self._losses += 1
@@ -547,10 +517,6 @@ class LiveSession:
                 self._ended = True  # the runtime has
             finally:
                 self._reading.release()
-
-    def _refuse_if(self, *, at_work: bool) -> None:
-        if at_work:
-            raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
 
     def _refuse_if_ended(self) -> None:
         self._runtime.refuse_in_fork()
@@ -645,7 +611,6 @@ class LiveSession:
         self._knowledge.bound_again(names)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the variables that rank 0 has."""
         known = self._names.get(0)
         return known.names if known is not None else ()
 
@@ -655,7 +620,15 @@ class LiveSession:
     def jobs(self) -> list[SessionJob]:
         """The jobs that the session was given, the oldest first; the runtime keeps the last 50."""
         answer = self._runtime.ask(wire.ListJobs(session=self._key))
-        return [SessionJob(each, self._ranks, self.placement, private=self.detached) for each in answer.jobs]
+        return [
+            SessionJob(
+                **msgspec.structs.asdict(each),
+                _ranks=self._ranks,
+                _placement=self.placement,
+                _private=self.detached,
+            )
+            for each in answer.jobs
+        ]
 
     def follow(self, watch: Callable[[str, str], View] | None = None) -> Outcome | None:
         """Show the job that runs, until it has ended; None if there is none.
@@ -740,7 +713,6 @@ class LiveSession:
             self._runtime.ask(wire.InterruptSession(session=self._key))
 
     def restart(self) -> None:
-        """Replace all ranks by new ones, without variables."""
         self._refuse_if_ended()
         self._refuse_if_held()
         with self._runtime.line() as line:
@@ -748,7 +720,6 @@ class LiveSession:
         self.start()
 
     def stacks(self) -> HangReport:
-        """Return where each rank is, and in which collective."""
         self._refuse_if_ended()
         return self._where()
 
@@ -758,22 +729,15 @@ class LiveSession:
         return looked.report
 
     def status(self) -> SessionStatus:
-        """Return what each rank is doing, and the memory that is its own."""
-        found = self._described() if self.open else None
-        ranks = map(_gone, range(self.world_size)) if found is None else found.ranks
-        return SessionStatus(
-            name=self.name,
-            world_size=self.world_size,
-            backend=self.placement.backend,
-            attempt=self._attempt if found is None else found.attempt,
-            engine=found.engine if found is not None else None,
-            ranks=tuple(ranks),
+        if self.open:
+            with self._runtime.line() as line:
+                for found in line.ask(wire.DescribeSessions(session=self._key)).sessions:
+                    return SessionStatus(**msgspec.structs.asdict(found))
+        ranks = tuple(
+            wire.RankStatus(rank=rank, state="gone", pid=None, device="", memory=None)
+            for rank in range(self.world_size)
         )
-
-    def _described(self) -> wire.SessionRecord | None:
-        with self._runtime.line() as line:
-            answer = line.ask(wire.DescribeSessions(session=self._key))
-        return answer.sessions[0] if answer.sessions else None
+        return SessionStatus(self.name, self.world_size, self.placement.backend, self._attempt, ranks)
 
     def close(self) -> None:
         """End the ranks and wait until they have exited; does nothing the second time, or in a fork.
@@ -803,27 +767,19 @@ class LiveSession:
 
     def start(self) -> None:
         """Run an empty job, which begins once the ranks are ready."""
-        self._look_at_events()
-        try:
-            error = self._begin_job()
-        except StaleError:  # the ranks regrouped between the look at the events and the request
-            self._look_at_events()
-            error = self._begin_job()
-        if isinstance(error, RunFailedError):
-            msg = f"the ranks of session {self.name!r} could not be started: {error}"
-            raise LaunchError(msg, phase="job", kind=error.kind) from error
-        if error is not None:
-            raise error
-
-    def _begin_job(self) -> BaseException | None:
         job = self._job(FunctionJob(name="start"), "start")
         job.payloads, job.internal = (RankPayload(capture_call(type(None), (), {}, None)),), True
         # The timeout is for the user's jobs; starting has limits of its own.
         job.options = replace(self.options, timeout=None)
         # The wait for nodes may be long, so it is shown.
         view = SilentView() if self.options.on is None else self.watch("start", job.backend)
-        with self._busy, self._reading:
-            return run_job(self._submitted_here(job), view).error
+        with self._busy:
+            error = self._run(job, view=view).error
+        if isinstance(error, RunFailedError):
+            msg = f"the ranks of session {self.name!r} could not be started: {error}"
+            raise LaunchError(msg, phase="job", kind=error.kind) from error
+        if error is not None:
+            raise error
 
 
 def _opened(runtime: Runtime, request: wire.OpenRanks) -> tuple[ClientLine, wire.Opened]:
@@ -847,10 +803,6 @@ def _opened(runtime: Runtime, request: wire.OpenRanks) -> tuple[ClientLine, wire
     return line, opened
 
 
-def _is_ours(client: wire.ClientRecord) -> bool:
-    return (client.pid, client.node) == (os.getpid(), platform.node())
-
-
 def _steps_of(name: str) -> list[str]:
     """Return the names in a path, places in a list as names.
 
@@ -861,10 +813,6 @@ def _steps_of(name: str) -> list[str]:
     return [first, *(f"_{each}" if each.isdigit() else each for each in others)]
 
 
-def _gone(rank: int) -> wire.RankStatus:
-    return wire.RankStatus(rank=rank, state="gone", pid=None, device="", memory=None)
-
-
 def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
     """Have the ranks of a session that was forgotten leave, unless they are to stay; never waits."""
     if dismiss:
@@ -872,26 +820,16 @@ def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> N
     line.close()
 
 
-class SessionJob:
+class SessionJob(wire.JobRecord, frozen=True, eq=False, kw_only=True):
     """A job of a session, as its runtime keeps it.
 
     `number`, `title`, `state` (one word), `started` and `ended` (seconds since the epoch, None while it
     runs), `given_by`, and `dropped`: what is no longer kept of it.
     """
 
-    def __init__(
-        self, record: wire.JobRecord, ranks: JobRanks, placement: wire.Placement, *, private: bool
-    ) -> None:
-        self.number = record.number
-        self.title = record.title
-        self.state = record.state
-        self.started = record.started
-        self.ended = record.ended
-        self.given_by = record.given_by
-        self.dropped = record.dropped
-        self._ranks = ranks
-        self._placement = placement
-        self._private = private
+    _ranks: JobRanks
+    _placement: wire.Placement
+    _private: bool
 
     def _watched(self, line: ClientLine) -> tuple[ClientJob, wire.JobSnapshot]:
         """Return the job as this process watches it, and its state by now."""

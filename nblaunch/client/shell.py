@@ -16,7 +16,7 @@ from nblaunch.client.directory import find_open
 from nblaunch.client.line import ClientLine
 from nblaunch.client.local import Runtime, local
 from nblaunch.client.result import place_in_file
-from nblaunch.options.streams import OutputFilter
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.messages import (
     AttemptStarted,
@@ -78,13 +78,12 @@ def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> w
 
 
 def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
-    """Print what a job has printed, and with `follow` what it prints until it has ended."""
     snapshot = line.ask(wire.WatchJob(job=job))
     goes_on = follow and snapshot.end is None
     if not goes_on:
         # While this prints, nothing is to be kept for it.
         line.ask(wire.UnwatchJob(job=job))
-    output = _Output(OutputFilter.of(snapshot.options))
+    output = _Output(snapshot.options)
     try:
         output.catch_up(decode_state(snapshot.state), snapshot.end.logs if snapshot.end else snapshot.logs)
         while goes_on and (frame := line.next()) is not None:
@@ -112,13 +111,11 @@ class _PrintedSoFar:
     ends: dict[Stream, int] = field(default_factory=dict)
 
     def clear(self, *, wait: bool) -> None:
-        """Follow a `clear_output`."""
         self.clear_pending = wait
         if not wait:
             self.displays, self.clears = 0, self.clears + 1
 
     def begin_output(self) -> None:
-        """Follow the output that a `clear_output` has waited for."""
         if self.clear_pending:
             self.clear(wait=False)
 
@@ -126,8 +123,8 @@ class _PrintedSoFar:
 class _Output:
     """Prints the output of ranks, each line with its rank; a line is printed once it is whole."""
 
-    def __init__(self, shown: OutputFilter) -> None:
-        self._filter = shown
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
         self._attempt = 0
         self._shown: dict[tuple[int, int], _PrintedSoFar] = {}
         """By attempt and rank."""
@@ -136,7 +133,6 @@ class _Output:
         self._unwritten: dict[int, int] = {}
 
     def take(self, message: object) -> None:
-        """Print a folded message."""
         match message:
             case AttemptStarted(number=number):
                 self._attempt = max(number, self._attempt)
@@ -194,7 +190,7 @@ class _Output:
 
     def _take_files(self, rank: int, files: wire.RankLogFiles | None) -> None:
         for stream in Stream:
-            if files is None or not self._filter.shows(files.local_rank, stream):
+            if files is None or not self._options.shows(files.local_rank, stream):
                 continue
             path, start, end = place_in_file(files, stream)
             start = max(start, self._of(rank).ends.get(stream, 0))
@@ -238,7 +234,8 @@ class _Output:
     def _write(self, rank: int, stream: Stream, text: str) -> None:
         *lines, rest = (self._begun.pop((rank, stream), "") + text).split("\n")
         for line in lines:
-            self._print(stream, f"[rank {rank}] {_final(line)}".rstrip())
+            last = line.rstrip("\r").rpartition("\r")[2]
+            self._print(stream, f"[rank {rank}] {last}".rstrip())
         if rest:
             # Of a progress bar, which writes over its line, only the last state is kept.
             self._begun[rank, stream] = rest[rest.rstrip("\r").rfind("\r") + 1 :]
@@ -257,7 +254,3 @@ class _Output:
         ours = {Stream.STDOUT: sys.stdout, Stream.STDERR: sys.stderr}[stream]
         ours.write(f"{line}\n")
         ours.flush()
-
-
-def _final(line: str) -> str:
-    return line.rstrip("\r").rpartition("\r")[2]

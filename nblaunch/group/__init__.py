@@ -33,8 +33,8 @@ An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
     recovery, in a session: if the group is fit, go on; else Recover forms the process group again, or the
       agent restarts all ranks; also after a job that succeeded, where ranks have called unlike numbers
 
-A group knows ranks that run elsewhere only as its `Peers`, a protocol in `group`. What makes groups gives
-them the function that connects these (`runtime.launch` gives `nodes.fleet.NodeFleet.connect`).
+A group knows its ranks as those of its hosts (`host.ranks.GroupHost`), wherever they run. What makes groups
+(`runtime.launch`) gives them the function that makes these.
 
 Invariants:
   * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.
@@ -45,16 +45,14 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    hub         the socket and its thread
-    stacks      the stacks of ranks that do not answer, or have died
-    usage       CPU, memory and GPU of ranks, measured on a thread
+    machine     what the pure machines have in common: a step, messages to ranks, surveys
     fitness     whether a group is fit for another job: evidence before health
-    recovery    interrupts, and making ranks fit for another job: two pure machines
+    recovery    making ranks fit for another job; a pure machine
     locating    where the ranks are: asked, read from outside, and asked again; a pure machine
-    ending      a job that does not end by itself: interrupts, timeout, hang; its limits, and how far it is
+    ending      a job that does not end by itself: what follows from interrupts, timeout and hang; pure
     lifecycle   `step`: every decision on jobs and ranks, stage by stage
     job         one job: its state, values and log files
     group       `WorkerGroup`: makes events, performs actions
     standby     the group that is ready before it is needed
-    runtime     `LocalRuntime`: hub, fork server, directory, groups
+    runtime     `LocalRuntime`: the host that a runtime is, and its groups
 """

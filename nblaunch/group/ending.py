@@ -1,20 +1,40 @@
-"""How a job ends that does not end by itself, by interrupts or its timeout, and how a hang is noticed.
+"""How a job ends that does not end by itself: interrupts, its timeout, and hangs; every decision on that.
 
-All is frozen, and reads no clock: `now` is monotonic. `nblaunch.group.lifecycle` holds it in the state of the
-job, and acts on it.
+All is frozen, pure, and reads no clock: `now` is monotonic. `nblaunch.group.lifecycle` holds `Ending` in the
+state of the job and `Interruption` in that of the group, has an `EndingStep` decide, and does what follows.
+
+First a look: where are the ranks? Then they are told to end, by KeyboardInterrupt. Fresh ranks have the grace
+period for that. Those of a session hold variables: a rank in C code is waited for, and one that is importing,
+which the second interrupt only breaks off.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
+from nblaunch.diagnose.failures import blames_a_peer
+from nblaunch.diagnose.hang import difference_of
+from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
+from nblaunch.group.recovery import free
 from nblaunch.protocol.client import EarlyEnd
-from nblaunch.protocol.messages import Collective
-from nblaunch.protocol.reports import HangReport
+from nblaunch.protocol.messages import (
+    Collective,
+    Exited,
+    FromRank,
+    Interrupt,
+    InterruptSeen,
+    Noticed,
+    Raised,
+    Waiting,
+    Where,
+)
+from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
+from nblaunch.protocol.state import RunState
 
 NEVER = float("inf")
 ANSWER_SECONDS = 1.0
@@ -134,16 +154,292 @@ def _places(report: HangReport) -> dict[int, str]:
     return found
 
 
-# The end.
+# Whether interrupted ranks are in a long step on their GPUs, or wait for a rank that does not come.
+#
+# A rank on a GPU waits in any call that needs a result, such as `.item()`, and a step may take seconds. It
+# takes more than one look to tell a long step from a stuck one, and an abort costs all groups.
+
+
+# How long all GPUs may do nothing but one collective, which all of its ranks have begun.
+_STEP_SECONDS = 30.0
+# A collective ends within milliseconds of the last of its ranks, and NCCL's watchdog notices within 0.1 s.
+_LOOK_AGAIN_SECONDS = 0.2
+
+
+class Steps(msgspec.Struct, frozen=True):
+    """How far the GPUs of the ranks are, and since when."""
+
+    done: Mapping[int, tuple[int, ...]] | None = None
+    since: float = 0.0
+
+    def after(self, answers: Mapping[int, Where], now: float) -> Steps:
+        """Return this with one more look."""
+        done = {rank: answer.done for rank, answer in answers.items()}
+        return self if done == self.done else Steps(done, now)
+
+    def stuck(self, answers: Mapping[int, Where], state: RunState, now: float, grace: float) -> bool:
+        """Return whether the ranks wait for something that will not come; `state` is that of the job."""
+        if any(answer.broken for answer in answers.values()):
+            return True  # what it has begun to its recorder will never run
+        unmoved = now - self.since
+        under_way, absent = _progress(answers)
+        if under_way:
+            return unmoved >= max(_STEP_SECONDS, grace)
+        at_work = _at_work(state)
+        if not absent <= set(at_work):
+            return True
+        idle = any(rank in answers and not _in_collective(answers[rank]) for rank in at_work)
+        # A rank that computes sees the interrupt soon, or is not what the others wait for.
+        return unmoved >= (grace / 2 if idle or not absent else _LOOK_AGAIN_SECONDS)
+
+
+def _at_work(state: RunState) -> list[int]:
+    return [rank for rank, known in state.ranks.items() if not known.state.final]
+
+
+def _progress(answers: Mapping[int, Where]) -> tuple[bool, set[int]]:
+    """Return whether all ranks of some open collective have begun it, and which ranks the others lack."""
+    recent = {rank: answer.recent or answer.collectives for rank, answer in answers.items()}
+    under_way, absent = False, set[int]()
+    for first in (each for known in recent.values() for each in known if not each.completed):
+        members = first.ranks or tuple(answers)
+        begun: dict[int, Collective] = {}
+        for rank in members:
+            for each in recent.get(rank, ()):
+                if each.key == first.key and each.sequence == first.sequence:
+                    begun.setdefault(rank, each)
+        missing = set(members) - begun.keys()
+        if missing or difference_of(begun) is not None:
+            absent |= missing
+        else:
+            under_way = True
+    return under_way, absent
+
+
+# Interrupting a job: KeyboardInterrupt in every rank, then freeing those stuck in a collective.
+#
+# A rank in C code, or in an import, sees the interrupt when that ends, and is left alone until then. Once it
+# has seen it, it has the grace period to end its job: it may save something, with collectives among the
+# ranks. Only then is it interrupted once more, for the last time.
+
+
+# Python code answers an interrupt within milliseconds; a rank that does not is in C code.
+_FREE_SECONDS = 0.25
+# How often ranks in C code are looked at when there is nothing to free: a collective may begin in there.
+_LOOK_SECONDS = 1.0
+# A busy machine may take its time; a connection is found only if both of its ends are known.
+_ANSWER_SECONDS = 2.0
+# A large collective that all ranks are in ends by itself.
+_IN_STEP_SECONDS = 2.0
+# An abort takes NCCL a second or two, and a program may have many groups.
+_ABORT_SECONDS = 15.0
+# How long a rank may take to end after the last interrupt.
+_LAST_SECONDS = 2.0
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """A rank that has been interrupted and has not ended its job; times are monotonic."""
+
+    number: int
+    since: float
+    seen: float | None = None
+    handled: bool = True
+    last: bool = False
+
+    @property
+    def handles_it(self) -> bool:
+        """Whether it has seen the interrupt, and has time for its own handling of it."""
+        return self.seen is not None and self.handled and not self.last
+
+    def seen_for(self, seconds: float, now: float) -> bool:
+        """Whether it has seen the interrupt, so long ago or longer."""
+        return self.seen is not None and now >= self.seen + seconds
+
+
+class Interruption(msgspec.Struct, frozen=True):
+    """The interruption of a job: looks where ranks are, frees the stuck, presses those that go on."""
+
+    begun: bool = False
+    cut: bool = False
+    """Whether connections between ranks have been cut."""
+    lost: frozenset[str] = frozenset()
+    """Addresses of lost machines: a connection to one may never end."""
+    number: int = 0
+    interrupted: Mapping[int, Interrupted] = {}
+    look_at: float | None = None
+    pause: float = _FREE_SECONDS
+    look: Survey | None = None
+    silent: frozenset[int] = frozenset()
+    steps: Steps = Steps()
+    grace: float = 0.0
+    aborted_at: float | None = None
+
+    @property
+    def waited_for(self) -> Mapping[int, float]:
+        """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
+        return {rank: known.since for rank, known in self.interrupted.items()}
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is due."""
+        return self.look_at is not None or self.look is not None or bool(self.interrupted)
+
+    def without(self, address: str) -> Interruption:
+        """Return this with a lost machine's `address` added; "" if other ranks run at that address."""
+        return replace(self, lost=self.lost | {address}) if address else self
+
+    def fresh(self) -> Interruption:
+        """Return the value for the next job, before it is interrupted."""
+        return Interruption(number=self.number, grace=self.grace)
+
+    def over(self) -> Interruption:
+        """Expect nothing more of the ranks: the job has ended."""
+        return replace(self, interrupted={}, look_at=None, look=None)
+
+    def begin(self, state: RunState, now: float) -> tuple[Interruption, Sends]:
+        """Raise KeyboardInterrupt in every rank that has not ended its job."""
+        number, ranks = self.number + 1, _at_work(state)
+        since = {rank: self.waited_for.get(rank, now) for rank in ranks}
+        begun = replace(
+            self,
+            begun=True,
+            number=number,
+            interrupted={**self.interrupted, **{rank: Interrupted(number, since[rank]) for rank in ranks}},
+            look_at=now + _FREE_SECONDS,
+            pause=_FREE_SECONDS,
+        )
+        return begun, tuple(Send(rank, Interrupt(number)) for rank in ranks)
+
+    def at_once(self) -> tuple[Interruption, Sends]:
+        """Interrupt ranks that are still at work once more, also those that are importing."""
+        number = self.number + 1
+        again = {rank: replace(known, number=number, seen=None) for rank, known in self.interrupted.items()}
+        sends = (
+            Send(rank, Interrupt(number, last=known.last, at_once=True)) for rank, known in again.items()
+        )
+        return replace(self, number=number, interrupted=again), tuple(sends)
+
+    def seen(self, message: InterruptSeen, now: float) -> Interruption:
+        """Register that a rank has seen the interrupt: its grace period begins."""
+        known = self.interrupted.get(message.rank)
+        if known is None or known.number != message.number:
+            return self
+        seen = replace(known, seen=now, handled=message.handled)
+        return replace(self, interrupted={**self.interrupted, message.rank: seen})
+
+    def left_alone(self, rank: int) -> Interruption:
+        """Stop waiting for this rank to end the job: it saves first."""
+        return replace(self, interrupted={key: each for key, each in self.interrupted.items() if key != rank})
+
+    def tick(self, state: RunState, members: RunState, now: float) -> tuple[Interruption, Sends]:
+        """Do what is due; `state` is that of the job, `members` are all ranks of the group."""
+        if not self.busy:
+            return self, ()
+        at_work = set(_at_work(state))
+        waited = {rank: known for rank, known in self.interrupted.items() if rank in at_work}
+        after, sends = replace(self, interrupted=waited, look_at=self.look_at if waited else None), Sends()
+        if after.look_at is not None and now >= after.look_at:
+            # Also those that have finished, or take no part: a stuck rank may wait for one of these.
+            everyone = (rank.rank for rank in members.ranks.values() if rank.node)
+            look, sends = Survey.of(everyone, now + _ANSWER_SECONDS)
+            after = replace(after, look_at=None, look=look)
+        after, freed = _free_stuck(after, state, now)
+        return after, (*sends, *freed)
+
+    def answered(self, answer: Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
+        """Take one rank's answer."""
+        if self.look is None:
+            return self, ()
+        return _free_stuck(replace(self, look=self.look.with_answer(answer)), state, now)
+
+    def press(self, now: float, grace: float) -> tuple[Interruption, Sends]:
+        """Interrupt ranks for the last time that have seen the interrupt, and whose grace period is over."""
+        interrupted, number, sends = dict(self.interrupted), self.number, list[Send]()
+        for rank, known in self.interrupted.items():
+            if not known.last and known.seen_for(grace, now):
+                number += 1
+                interrupted[rank] = replace(known, number=number, last=True, seen=None)
+                sends.append(Send(rank, Interrupt(number, last=True)))
+        if not sends:
+            return (self if grace == self.grace else replace(self, grace=grace)), ()
+        after = replace(self, grace=grace, interrupted=interrupted, number=number)
+        if after.look is None:
+            after = replace(after, look_at=now, pause=_FREE_SECONDS)
+        return after, tuple(sends)
+
+    def deaf(self, now: float) -> tuple[int, ...]:
+        """Return the ranks that have seen the last interrupt, and go on all the same."""
+        last = {rank: known for rank, known in self.interrupted.items() if known.last}
+        return tuple(rank for rank, known in last.items() if known.seen_for(_LAST_SECONDS, now))
+
+    def unfreed(self, now: float) -> tuple[int, ...]:
+        """Return the ranks that do not come back although NCCL was to abort what they wait for."""
+        if self.aborted_at is None or now < self.aborted_at + _ABORT_SECONDS:
+            return ()
+        return tuple(rank for rank, known in self.interrupted.items() if known.seen is None)
+
+    def as_stopped(self, message: FromRank) -> FromRank | Exited:
+        """After an interrupt, a rank that ends because of it has not failed: it was stopped."""
+        if not self.begun or not isinstance(message, Raised):
+            return message
+        failure = message.failure
+        if failure.type != "builtins.KeyboardInterrupt" and not blames_a_peer(failure):
+            return message
+        return Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
+
+
+def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tuple[Interruption, Sends]:
+    """Cut the connections of ranks that are stuck in a collective, once it is known which these are."""
+    look = interruption.look
+    # A rank that was silent the last time, because its C code holds the interpreter, is not waited for.
+    if look is None or not (look.missing <= interruption.silent or look.over(now)):
+        return interruption, ()
+    answers = look.answers
+    waiting = [rank for rank in interruption.interrupted if rank in answers and _in_collective(answers[rank])]
+    handled = any(known.handles_it for known in interruption.interrupted.values())
+    pause = _FREE_SECONDS if waiting or handled else min(2 * interruption.pause, _LOOK_SECONDS)
+    look_at = now + pause if interruption.interrupted else None
+    after = replace(interruption, look=None, silent=look.missing, pause=pause, look_at=look_at)
+    # Ranks that save something may do so with collectives: what others wait in may be one of these.
+    if not waiting or handled:
+        return after, ()
+    if any(answer.nccl for answer in answers.values()):
+        after = replace(after, steps=after.steps.after(answers, now))
+        if after.aborted_at is not None or not after.steps.stuck(answers, state, now, interruption.grace):
+            return after, ()
+        # All ranks abort NCCL: where only some do, that hangs, or frees memory that others write to.
+        everyone = answers.keys() | look.missing
+        return replace(after, cut=True, aborted_at=now), free(everyone, answers, interruption.lost)
+    since = min(known.since for known in interruption.interrupted.values())
+    if _in_step(answers, state) and now < since + _IN_STEP_SECONDS:
+        return after, ()
+    at_work = _at_work(state)
+    sends = free([rank for rank in waiting if rank in at_work], answers, interruption.lost)
+    return replace(after, cut=after.cut or bool(sends)), sends
+
+
+def _in_collective(answer: Where) -> bool:
+    """Return whether a rank's stack, or its flight recorder, shows an open collective."""
+    return answer.inside or bool(answer.pending)
+
+
+def _in_step(answers: Mapping[int, Where], state: RunState) -> bool:
+    """Return whether all ranks are in one and the same collective, and none has ended its job."""
+    if any(rank.state.final for rank in state.ranks.values()):
+        return False
+    begun = {
+        frozenset(
+            (each.group, each.sequence, each.operation, each.sizes, each.dtypes)
+            for each in answer.collectives
+            if not each.completed
+        )
+        for answer in answers.values()
+    }
+    return len(begun) == 1 and frozenset() not in begun
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """What ends a job early, and how far that is.
-
-    First a look: where are the ranks? Then they are told to end. Fresh ranks have the grace period for that.
-    Those of a session hold variables: a rank in C code is waited for, and one that is importing, which the
-    second interrupt only breaks off.
-    """
+    """What ends a job early, and how far that is."""
 
     timeout: float | None = None
     deadline: float = NEVER
@@ -158,6 +454,8 @@ class Ending(msgspec.Struct, frozen=True):
     timed_out: bool = False
     told: bool = False
     """Whether the ranks have been told to end."""
+    interrupted: bool = False
+    """Whether they have been interrupted for that: by the user, or kept ones after the timeout."""
     where: str = ""
     """Where they were before that."""
     findings: tuple[str, ...] = ()
@@ -205,3 +503,205 @@ class Ending(msgspec.Struct, frozen=True):
         )
         message = "\n".join((f"the run was interrupted: {self.where}{lost}", *self.findings))
         return EarlyEnd(timeout=False, message=message, notices_from=self.noticed)
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """What a group knows of its job and its ranks."""
+
+    run: RunState
+    members: RunState
+    present: RunState
+    """The ranks that are not lost."""
+    kept: bool
+    grace: float
+    at_work: bool
+    """Whether the ranks have it, and have not all ended it."""
+    asks: bool
+    """Whether a rank has asked the user something."""
+    replacing: bool
+    searches: Collection[int]
+    """Why ranks are being asked where they are."""
+
+
+Consequence: TypeAlias = LocatedAll | Noticed | Waiting | LocateRanks | RestartAsked | Send | Order
+"""A message to fold, or what is to be done."""
+
+
+class EndingStep(Machine[Ending, Consequence]):
+    """One step towards the end of a job."""
+
+    def __init__(self, state: Ending, interruption: Interruption, job: Situation, now: float) -> None:
+        """`interruption` is that of the job's ranks; like the state, it changes."""
+        super().__init__(state, now)
+        self.interruption = interruption
+        self.job = job
+
+    def change(self, changed: tuple[Interruption, Sends]) -> None:
+        """Take the next value of the interruption, and send its messages."""
+        self.interruption, sends = changed
+        self.act(*sends)
+
+    def interrupt(self, *, sparing: bool = False) -> None:
+        """Interrupt the job for the user, or `sparing` its ranks whatever came before."""
+        self.set(interrupts=self.state.interrupts + (not sparing))
+        ending = self.state
+        if not ending.begun:
+            look = LocateRanks(Why.INTERRUPT, ASK_SECONDS)
+            self.set([look], begun=True, noticed=len(self.job.run.notices))
+        elif ending.told:
+            if not sparing and (ending.interrupts > 1 or ending.timed_out):
+                self.interrupt_again()
+            else:
+                self.begin_interruption()
+
+    def located(self, why: int, report: HangReport, asked: float) -> None:
+        """Go on once it is known where the ranks are; they were `asked` then."""
+        match why:
+            case Why.HANG:
+                self.look_for_hang(report, asked)
+            case Why.LATE:
+                self.show_late(report, asked)
+            case Why.IMPORTS:
+                self.break_off_imports(report)
+            case _:
+                self.keep_where(report)
+                self.tell_ranks()
+
+    def keep_where(self, report: HangReport) -> None:
+        """Keep where the ranks were that are about to be told to end, or have just ended."""
+        if self.job.run.awaits_nodes:
+            self.set(where=self.job.run.where)
+        else:
+            where = report.summary or self.job.run.where
+            self.set([LocatedAll(report=report)], where=where, findings=report.findings)
+
+    def tell_ranks(self) -> None:
+        """Have the ranks end the job, which the user has interrupted, or which has timed out."""
+        ending, kept, stops = self.state, self.job.kept, self.now + self.job.grace
+        if ending.timed_out and not kept:
+            self.set([Order.STOP_AGENT], told=True, give_up_at=stops + END_SECONDS)
+            return
+        self.set(told=True, interrupted=True, skip_at=NEVER if kept else stops)
+        self.begin_interruption()
+        if not self.job.at_work:
+            # Nothing of the user's runs yet, or only what a rank that has failed does at its end.
+            self.act(Order.FINISH_JOB if kept else Order.STOP_AGENT)
+            if kept:
+                return
+        if ending.interrupts > 1 and not ending.timed_out:
+            self.interrupt_again()  # it came while the ranks were asked
+
+    def begin_interruption(self) -> None:
+        """Raise KeyboardInterrupt in every rank that has not ended the job."""
+        self.change(self.interruption.begin(self.job.run, self.now))
+
+    def interrupt_again(self) -> None:
+        """Break off imports of kept ranks, which costs no variable; else wait no longer."""
+        ending, kept = self.state, self.job.kept
+        if (kept and ending.skipped) or Why.IMPORTS in self.job.searches:
+            return
+        if kept and not (ending.timed_out or ending.broken_off):
+            self.act(LocateRanks(Why.IMPORTS, ASK_SECONDS, self.interruption.waited_for))
+        elif kept or not ending.timed_out:
+            self.skip_grace()
+
+    def break_off_imports(self, report: HangReport) -> None:
+        """Interrupt importing ranks at once, if no others are late."""
+        late = self.interruption.waited_for.keys()
+        importing = {rank for group in report.groups if group.importing for rank in group.ranks}
+        if not late or not late <= importing or self.state.interrupts > 2:  # noqa: PLR2004 - a third came
+            self.skip_grace()
+            return
+        self.change(self.interruption.at_once())
+        self.set(broken_off=True)
+
+    def skip_grace(self) -> None:
+        """Wait for the ranks of the job no longer."""
+        job, waited_for = self.job, self.interruption.waited_for
+        lost = format_ranks(job.members.ranks) if job.kept else ""
+        give_up_at = min(self.state.give_up_at, self.now + job.grace + END_SECONDS)
+        self.set([Order.SKIP_GRACE], skipped=True, skip_at=NEVER, give_up_at=give_up_at, lost=lost)
+        if not job.kept:
+            self.act(Order.STOP_AGENT)
+        elif waited_for:
+            late = format_ranks(waited_for)
+            self.replace_ranks(f"{late} had not ended when the job was interrupted again")
+        else:
+            self.replace_ranks("it was interrupted twice")
+
+    def replace_ranks(self, reason: str) -> None:
+        """Replace the ranks of a kept group."""
+        self.act(RestartAsked(reason))
+        self.job = replace(self.job, replacing=True)
+
+    def tick(self) -> None:
+        """Do what is due for a job that takes a while."""
+        self.change(self.interruption.tick(self.job.run, self.job.present, self.now))
+        self.press()
+        self.watch()
+
+    def press(self) -> None:
+        """Replace kept ranks that have seen the interrupt twice and go on with their job."""
+        job, now = self.job, self.now
+        if not (job.kept or job.run.preempted) or not job.at_work:
+            return
+        self.change(self.interruption.press(now, job.grace))
+        if job.replacing or not job.kept:
+            return
+        if unfreed := self.interruption.unfreed(now):
+            self.replace_ranks(
+                f"{format_ranks(unfreed)} could not be freed: NCCL did not abort its collective"
+            )
+        elif deaf := self.interruption.deaf(now):
+            self.replace_ranks(
+                f"{format_ranks(deaf)} went on after two interrupts, --grace {job.grace:g} s apart"
+            )
+
+    def watch(self) -> None:
+        """Watch the limits of the job."""
+        now, pauses = self.now, self.job.asks or self.job.run.awaits_nodes
+        # Time spent in a prompt or in an engine's queue counts for no limit.
+        if pauses or self.state.paused_at is not None:
+            self.state = self.state.paused(now, goes_on=pauses)
+        ending = self.state
+        if now >= ending.give_up_at:
+            self.act(Order.FINISH_JOB)
+            return
+        if now >= ending.skip_at:
+            self.skip_grace()
+        elif now >= ending.deadline and not ending.begun:
+            self.set([LocateRanks(Why.TIMEOUT, ANSWER_SECONDS)], begun=True, timed_out=True)
+        elif now >= ending.deadline and ending.told and not ending.interrupts:
+            # An interrupt that spares the ranks has told them to end, and does not wait for ever either.
+            self.set(timed_out=True)
+        elif not ending.begun and ending.hang.due(now) and Why.HANG not in self.job.searches:
+            self.act(LocateRanks(Why.HANG, ANSWER_SECONDS))
+        self.look_for_late()
+
+    def look_for_hang(self, report: HangReport, asked: float) -> None:
+        """Tell the user of a hang that was not there before."""
+        watch, hangs = self.state.hang.hangs(report, asked)
+        self.set(hang=watch)
+        if hangs:
+            told = Noticed(text=f"nothing heard for {watch.seconds:g} s\n{report}")
+            self.act(LocatedAll(report=report), told)
+
+    def look_for_late(self) -> None:
+        """Find out where interrupted ranks are that do not end, unless that was done a moment ago."""
+        job, shown = self.job, self.state.late
+        # Fresh ranks have the grace period, and no longer.
+        waits = not job.replacing and (job.kept or not self.state.begun)
+        if not waits or self.now < shown.look_at or Why.LATE in job.searches:
+            return
+        late = overdue(self.interruption.waited_for, self.now)
+        if late or shown.ranks:
+            self.act(LocateRanks(Why.LATE, ASK_SECONDS, late))
+
+    def show_late(self, report: HangReport, asked: float) -> None:
+        """Show where these ranks are; replace those that nobody may continue."""
+        late = LateRanks.of(self.interruption.waited_for, report, asked, self.now)
+        self.set([Waiting(ranks=dict(late.ranks))], late=late)
+        stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.job.grace]
+        if self.state.timed_out and stopped and not self.job.replacing:
+            # There may be nobody to continue it, and it is not in the middle of anything.
+            self.replace_ranks(f"{format_ranks(stopped)} could not be interrupted: stopped by SIGSTOP")

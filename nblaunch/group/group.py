@@ -1,4 +1,4 @@
-"""A worker group: its agent, its ranks' messages and logs, and its jobs, around one pure machine.
+"""A worker group: its hosts, its ranks' messages and logs, and its jobs, around one pure machine.
 
 Whatever happens to a group becomes an event, on the hub's thread and one after the other. The machine of
 `nblaunch.group.lifecycle` decides what follows, and this module performs it. Nothing is decided here. Other
@@ -11,15 +11,16 @@ taken for failures of the run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import platform
 import secrets
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -30,16 +31,13 @@ from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose import failures, hang
-from nblaunch.elastic.agent import AgentThread
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group import lifecycle, usage
-from nblaunch.group.hub import Hub
+from nblaunch.group import lifecycle
 from nblaunch.group.job import Job, RankLogs
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Publish, Trigger, step
-from nblaunch.group.recovery import Send
-from nblaunch.group.stacks import ExitReasons, stacks_of_silent
-from nblaunch.group.usage import SeenGpus, alive
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Publish, Trigger, step
+from nblaunch.group.machine import LocateRanks, Order, Send
+from nblaunch.host.local import LocalHost
+from nblaunch.host.ranks import GroupHost
+from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.protocol.client import Event, RankLogFiles
 from nblaunch.protocol.messages import (
     Answer,
@@ -53,7 +51,7 @@ from nblaunch.protocol.messages import (
     Hello,
     Measured,
     Names,
-    Orders,
+    Noticed,
     Prepare,
     Printed,
     Profiled,
@@ -72,76 +70,15 @@ _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 10.0
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
-# An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
-_ABORT_SECONDS = 2.0
 
 
-class Peers(Protocol):
-    """The processes elsewhere that run the rest of a group's ranks; called on the hub's thread."""
-
-    def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before."""
-
-    def send(self, rank: int, message: ToRank) -> bool:
-        """Send to a rank that runs elsewhere; return whether this one does."""
-
-    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Release the ranks, and stop the `others`, as the agent does here."""
-
-    def rejoin(self) -> None:
-        """Re-run the rendezvous, as the agent is about to do here."""
-
-    def skip_grace(self) -> None:
-        """Skip the rest of the grace period."""
-
-    def measure(self, *, wanted: bool) -> None:
-        """Start or stop measuring the ranks on their nodes; answered by `WorkerGroup.measured`."""
-
-    def dump_stacks(self, ranks: frozenset[int]) -> None:
-        """Dump the stacks of these ranks, which do not answer; answered by `WorkerGroup.dumped`."""
-
-    def tick(self, now: float) -> None:
-        """Detect peers that are gone; `now` is monotonic."""
-
-    def close(self, *, succeeded: bool) -> None:
-        """End the peers: the run is over."""
-
-
-class Agent(Protocol):
-    """Starts, ends and restarts the ranks. Any thread may call it; all but `join` return at once."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def stop(self) -> None:
-        """End the ranks, and then the agent, which may not have started."""
-
-    def restart(self) -> None:
-        """End the ranks, and start new ones."""
-
-    def rejoin(self) -> None:
-        """Repeat the rendezvous after a membership change, with other ranks."""
-
-    def regroup(self) -> None:
-        """Form the group again from the ranks that are left and new ones; for nodes of an engine only."""
-
-    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Expect the exits of the ranks, and stop the `others`."""
-
-    def let_finish(self) -> None:
-        """Wait for released ranks of this machine as long as they work."""
-
-    def skip_grace(self) -> None:
-        """Skip the rest of the grace period."""
-
-    def adopt(self, settings: AgentSettings) -> None:
-        """Use these settings from now on."""
-
-    def all_alive(self) -> bool:
-        """Whether no process of this attempt has ended."""
-
-    def join(self, timeout: float) -> None:
-        """Wait for the end, for `timeout` seconds at most."""
+_OF_HOSTS = {
+    Order.STOP_AGENT: methodcaller("stop"),
+    Order.RESTART_AGENT: methodcaller("restart"),
+    Order.REJOIN_NODES: methodcaller("rejoin"),
+    Order.REGROUP_NODES: methodcaller("regroup"),
+    Order.SKIP_GRACE: methodcaller("skip_grace"),
+}
 
 
 class GroupListener(Protocol):
@@ -160,22 +97,8 @@ class GroupListener(Protocol):
         """Handle the end of the last rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """A group's connection to its peers: the settings that they need, the peers, and their agent."""
-
-    settings: AgentSettings
-    peers: Peers | None = None
-    agent: Agent | None = None
-    """Starts all ranks, on the peers' machines; None if an agent of this process starts ranks.
-
-    The group gives its orders (release, rejoin, skip the grace period) to this agent alone, which passes them
-    on to the peers.
-    """
-
-
-ConnectPeers: TypeAlias = Callable[[Hub, AgentSettings, "WorkerGroup", Path], Connected]
-"""Connects a group to its peers, which use its private directory."""
+MakeHosts: TypeAlias = Callable[["WorkerGroup", Path], Sequence[GroupHost]]
+"""Makes the hosts of a group, which use its private directory."""
 
 
 class WorkerGroup:
@@ -183,10 +106,9 @@ class WorkerGroup:
 
     def __init__(
         self,
-        hub: Hub,
-        server: Server,
+        local: LocalHost,
         settings: AgentSettings,
-        connect_peers: ConnectPeers,
+        make_hosts: MakeHosts,
         *,
         keep: bool = False,
     ) -> None:
@@ -195,8 +117,6 @@ class WorkerGroup:
         self.token = secrets.token_hex(16)
         self.attempt = 0
         self.keep = keep
-        self.log_directory = Path()
-        """Where peers keep the logs of the present attempt."""
         self.when_closed: Callable[[], None] = lambda: None
         """The hub's thread calls it once the last rank is gone."""
         self.job: Job | None = None
@@ -206,37 +126,27 @@ class WorkerGroup:
         self.closed = threading.Event()
         self.events = EventLog()
         """What torchelastic has recorded of these ranks."""
-        self._hub = hub
+        self.settings = settings
+        self._hub = local.hub
         self._life = GroupState(kept=keep, members=RunState.fresh(settings.nproc, time=time.time()))
         self._logs = RankLogs(settings.log_dir if settings.private_logs else None)
         self._raw: tuple[FromRank, bytes] | None = None
         """The message that is being fed, and the bytes that its rank has sent."""
-        self._looks_asked = 0
-        self._who_looks: dict[int, Callable[[HangReport], None]] = {}
+        self._looks = itertools.count()
+        self._who_looks: dict[int, Future[HangReport]] = {}
         """Who has asked where the ranks are, by the number of the look."""
         self._error: BaseException | None = None
-        self._may_end = threading.Event()
-        """Set once no rank is inside NCCL any more."""
-        self._peers: Peers | None = None
-        self._usages: dict[int, Usage] = {}
-        """The last measurement of ranks on other machines."""
+        self.usages: dict[int, Usage] = {}
+        """The last measurement of the ranks."""
         self._measuring = 0
-        """How many blocks of `measuring` are active."""
+        """How many want the ranks to be measured."""
         self._started = False
         self._unused_logs: Path | None = None
-        self._directory = server.directory.make("group-")
-        self._exit_reasons = ExitReasons(self._directory)
+        self._hosts: Sequence[GroupHost] = ()
+        self._directory = local.directory.make("group-")
         try:
-            connected = connect_peers(hub, settings, self, self._directory)
-            self.settings, self._peers = connected.settings, connected.peers
-            own = functools.partial(AgentThread, self.settings, self._rank_arguments, self, server)
-            self._agent: Agent = connected.agent or own()
-            self._followers = self._peers if connected.agent is None else None
-            """Peers whose nodes follow the agent of this process."""
-            self._run_logs = None if connected.agent is None else _logs_of_run(self.settings)
-            """The directory of this run's logs, if no agent of this process makes one."""
+            self._hosts = make_hosts(self, self._directory)
         except BaseException:
-            hub.call(lambda: self._close_peers(succeeded=False))
             remove_tree(self._directory)
             raise
 
@@ -277,11 +187,6 @@ class WorkerGroup:
         life = self._life
         return bool(life.lost) or life.regrouping or (bool(life.adopted) and not life.all_ready)
 
-    @property
-    def usages(self) -> Mapping[int, Usage]:
-        """The last measurement of ranks on other machines."""
-        return dict(self._usages)
-
     # --- on the caller's thread -----------------------------------------------------------------
 
     def start(self) -> None:
@@ -289,7 +194,8 @@ class WorkerGroup:
         if not self._started:
             self._started = True
             self._hub.add(self)
-            self._agent.start()
+            for host in self._hosts:
+                host.start()
 
     def abandon(self) -> None:
         """End a group that gets no job. On the hub's thread."""
@@ -302,15 +208,10 @@ class WorkerGroup:
 
         def given() -> None:
             self.job = job
-            if job is None:
-                self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace))
-                return
-            job.logs = self._logs.begin_job(self.attempt)
-            self._feed(
-                lifecycle.JobGiven(
-                    prepare, self.settings.options.grace, job.state, job.known.internal, job.known.ending
-                )
-            )
+            if job is not None:
+                job.logs = self._logs.begin_job(self.attempt)
+            known = None if job is None else job.known
+            self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace, known))
 
         self._hub.call(given)
 
@@ -323,81 +224,41 @@ class WorkerGroup:
 
         Ranks that seem to wait for each other are asked once more.
         """
-        found: list[HangReport] = []
-        looked = threading.Event()
-
-        def take(report: HangReport) -> None:
-            found.append(report)
-            looked.set()
+        found: Future[HangReport] = Future()
 
         def ask() -> None:
-            self._looks_asked += 1
-            self._who_looks[self._looks_asked] = take
-            self._feed(lifecycle.LocateRanks(self._looks_asked, seconds))
+            number = next(self._looks)
+            self._who_looks[number] = found
+            self._feed(LocateRanks(number, seconds))
 
         self._hub.call(ask)
-        looked.wait(2 * seconds + _LOOK_SECONDS)
-        # The hub may have ended.
-        return found[0] if found else hang.report({})
-
-    def _read_stacks(self, ranks: frozenset[int]) -> None:
-        """Have nodes read the stacks of their ranks, and a thread those of this machine: it may block."""
-        away = frozenset(ranks & self._life.remote)
-        if away and self._peers is not None:
-            self._peers.dump_stacks(away)
-        known = self.state.ranks
-        pids = {rank: pid for rank in ranks - away if (pid := known[rank].pid) is not None}
-        directory, titles = str(self._directory), self._titles
-
-        def read() -> None:
-            self.post(lifecycle.StacksRead(stacks_of_silent(pids, directory, titles)))
-
         try:
-            threading.Thread(target=read, name="nblaunch-stacks", daemon=True).start()
-        except RuntimeError:  # the system refuses one
-            self._feed(lifecycle.StacksRead(dict.fromkeys(pids, "")))
+            return found.result(2 * seconds + _LOOK_SECONDS)
+        except TimeoutError:  # the hub may have ended
+            return hang.report({})
 
-    @property
-    def _titles(self) -> dict[str, str]:
-        return self.job.titles if self.job is not None else {}
-
-    def here(self, state: RunState) -> RunState:
-        """Return the state without process ids of other machines: here they belong to other processes."""
-        away = self._life.remote
-        if not away:
-            return state
-        ranks = {
-            rank: msgspec.structs.replace(each, pid=None) if rank in away else each
-            for rank, each in state.ranks.items()
-        }
-        return msgspec.structs.replace(state, ranks=ranks)
-
-    @contextlib.contextmanager
-    def measuring(self, state: Callable[[], RunState], seen: SeenGpus, *, wanted: bool) -> Iterator[None]:
-        """Measure the ranks of `state()` during the block, each on its own machine."""
-        self._hub.call(lambda: self._measure_peers(wanted))
-        try:
-            with usage.measuring(
-                lambda: self.here(state()),
-                lambda found: self.post(lifecycle.Observed(found)),
-                wanted=wanted,
-                seen=seen,
-            ):
-                yield
-        finally:
-            self._hub.call(lambda: self._measure_peers(-wanted))
+    def measure(self, *, wanted: bool) -> None:
+        """Have the ranks measured until nobody wants it any more; on the hub's thread."""
+        before, after = self._measuring, self._measuring + (1 if wanted else -1)
+        if (before > 0) != (after > 0):
+            self.usages = {} if before == 0 else self.usages
+            for host in self._hosts:
+                host.measure(wanted=after > 0)
+        self._measuring = after
 
     def memory(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int | None]:
         """Return each rank's private memory in bytes; wait at most `seconds` for ranks on other machines."""
-        found = {rank: usage.own_memory(each.pid) for rank, each in self.here(self.state).ranks.items()}
+        found: dict[int, int | None] = dict.fromkeys(self.state.ranks)
+        for host in self._hosts:
+            found |= host.memory()
         away = self._life.remote - self._life.exited
         if away:
-            self._hub.run(lambda: self._measure_peers(1), seconds)
+            self._hub.run(lambda: self.measure(wanted=True), seconds)
             deadline = time.monotonic() + seconds
-            while not away <= self._usages.keys() and time.monotonic() < deadline:
+            while not away <= self.usages.keys() and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-            self._hub.call(lambda: self._measure_peers(-1))
-        return found | {rank: used.memory for rank, used in dict(self._usages).items() if rank in away}
+            self._hub.call(lambda: self.measure(wanted=False))
+        return found | {rank: used.memory for rank, used in dict(self.usages).items() if rank in away}
 
     def answer(self, rank: int, answer: Answer) -> None:
         """Send a rank what the user has typed."""
@@ -418,20 +279,21 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
-        self._agent.stop()
+        for host in self._hosts:
+            host.stop()
 
     @property
     def waiting(self) -> bool:
         """Whether all ranks are connected, and have nothing to do."""
         known = self.state.ranks.values()
         connected = self.job is None and not self.closed.is_set() and all(rank.node for rank in known)
-        # The system knows of a death before the agent does.
-        return connected and self._agent.all_alive() and all(alive(rank.pid) for rank in known)
+        return connected and all(host.all_alive() for host in self._hosts)
 
     def adopt(self, settings: AgentSettings) -> None:
         """Give the next job its own grace period."""
         self.settings = replace(self.settings, options=settings.options)
-        self._agent.adopt(self.settings)
+        for host in self._hosts:
+            host.adopt(self.settings)
 
     def remove_when_closed(self, logs: Path | None) -> None:
         """Remove a log directory once the last rank is gone: ranks may be about to open their files."""
@@ -441,80 +303,12 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Wait for the thread of a group that has ended, and release its values."""
-        self._agent.join(_JOIN_SECONDS if self.closed.is_set() else 0)
+        for host in self._hosts:
+            host.join(_JOIN_SECONDS if self.closed.is_set() else 0)
         # The group and its agent refer to each other; gigabytes must not wait until the collector comes.
         if self.closed.is_set():
             self.job = None
             self._life = msgspec.structs.replace(self._life, job=None)
-
-    # --- on the agent's thread -------------------------------------------------------------------
-
-    def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        wanted = self.settings.processes
-        # Of a group that starts again after days, a cleaner may have removed both.
-        self._hub.be_reachable()
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        orders = Orders(
-            self._hub.address,
-            self.group,
-            self.token,
-            attempt,
-            spill=str(self._directory),
-            keep=self.keep,
-            fresh=wanted.environ if wanted.start_method == "spawn" else None,
-            virtual_local_rank=wanted.virtual_local_rank,
-            numa_binding=wanted.numa_binding,
-        )
-        return (orders,)
-
-    def attempt_starting(
-        self, number: int, world_size: int, reason: str, kept: Mapping[int, int] | None = None
-    ) -> None:
-        """Register the attempt before forking: the first rank may connect before the last one exists.
-
-        `kept` maps the numbers of ranks that the attempt keeps to their former ones.
-        """
-        # If an engine placed the nodes, the backend was not known before.
-        backend = self.backend if self._run_logs is not None else ""
-        started = AttemptStarted(
-            number=number, world_size=world_size, time=time.time(), reason=reason, backend=backend
-        )
-        self._hub.run(lambda: self._on_attempt(started, kept))
-
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Follow the processes and their log files, before those of other nodes."""
-        self._hub.run(lambda: self._on_workers(number, world_size, workers))
-
-    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Fold the exit of a process, after what its rank has sent."""
-        exited = Exited(rank=rank, exitcode=exitcode, time=time.time(), expected=expected, reason=reason)
-        self._hub.call(lambda: self.rank_gone(exited))
-
-    def membership_changing(self) -> None:
-        """Expect the end of all ranks before the first is ended: how their peers fail then is no failure."""
-
-        def change() -> None:
-            self._feed(Trigger.MEMBERSHIP_CHANGING)
-            if self._peers is not None:
-                self._peers.rejoin()
-
-        self._hub.run(change)
-
-    def ranks_ending(self) -> None:
-        """Have every rank release NCCL before the first is killed; waits for that with a bound.
-
-        A kernel of NCCL's reads and writes the memory of other GPUs. Where the process that the memory
-        belongs to goes first, that is an illegal access in the others, and can take down the links between
-        the GPUs.
-        """
-        prepare = self._life.prepare
-        if prepare is not None and prepare.device_type != "cpu":
-            self.post(Trigger.RANKS_ENDING)
-            self._may_end.wait(_ABORT_SECONDS)
-
-    def others_stopped(self) -> None:
-        """Release the ranks that have failed: no other is still at work."""
-        self.post(lifecycle.RanksStopped())
 
     def recorded(self, event: Event) -> None:
         """Keep one of torchelastic's events."""
@@ -525,15 +319,15 @@ class WorkerGroup:
         self.events.close()
         self._hub.call(lambda: self._on_agent_end(error))
 
-    # --- on the hub's thread: messages of nodes -------------------------------------------------
+    # --- on the hub's thread: reports of hosts -------------------------------------------------
 
     def said(self, message: EngineSaid) -> None:
         """Fold an engine's report about the nodes."""
-        self._feed(lifecycle.Observed(message))
+        self._feed(message)
 
     def noted(self, text: str) -> None:
         """Show a text with the next result."""
-        self._feed(lifecycle.Noted(text))
+        self._feed(Noticed(text=text))
 
     def placed(self, backend: str, device_type: str) -> None:
         """Use, for the next attempt, the backend and devices that all of its nodes have."""
@@ -547,19 +341,67 @@ class WorkerGroup:
         """Have the ranks save: their nodes will be taken back in `seconds`; None if they already were."""
         self._feed(lifecycle.Preemption(why, seconds))
 
+    def attempt_starting(
+        self,
+        number: int,
+        world_size: int,
+        reason: str,
+        *,
+        backend: str = "",
+        kept: Mapping[int, int] | None = None,
+    ) -> None:
+        """Register an attempt, of which no rank has been forked.
+
+        `kept` maps the numbers of ranks that the attempt keeps to their former ones.
+        """
+        self._hub.drain(_LAST_DRAIN_SECONDS)
+        self._feed(Trigger.DRAINED)
+        self.usages = {}
+        started = AttemptStarted(
+            number=number, world_size=world_size, time=time.time(), reason=reason, backend=backend
+        )
+        if kept is not None:
+            self._go_on(started, kept)
+            return
+        self._logs.close()
+        self.names = {}
+        for host in self._hosts:
+            host.begin_attempt()
+        self._feed(lifecycle.AttemptStarting(started))
+        self._logs.begin(number)
+        if self.listener is not None:
+            self.listener.ranks_replaced(self.attempt)
+
+    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
+        """Follow the processes of this machine, if it has some, and expect all ranks to connect."""
+        self._forked(number, world_size, workers)
+
     def node_started(self, workers: tuple[Worker, ...]) -> None:
         """Follow a node's processes and their log files."""
-        self._logs.extend(workers)
         self._forked(self.attempt, self.state.world_size, workers, remote=True)
 
+    def _forked(
+        self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
+    ) -> None:
+        # Brief: thousands of files must not stay open.
+        self._logs.extend(workers, brief=remote)
+        pids = {worker.rank: worker.pid for worker in workers}
+        message = AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
+        self._feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
+
     def rank_gone(self, exited: Exited) -> None:
-        """Fold the exit of a process, on any node, after what its rank has sent."""
-        self._hub.drain()
-        self._feed(lifecycle.WorkerExited(exited))
+        """Fold the exit of a process, after what its rank has sent."""
+        self._feed(exited)
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Release those of these ranks that have failed: none is still at work."""
         self._feed(lifecycle.RanksStopped(frozenset(ranks)))
+
+    def membership_changing(self) -> None:
+        """Expect the end of all ranks before the first is ended: how their peers fail then is no failure."""
+        self._feed(Trigger.MEMBERSHIP_CHANGING)
+        for host in self._hosts:
+            host.follow()
 
     def node_leaves(
         self, name: str, *, asked: bool, enough: bool, ranks: frozenset[int], address: str
@@ -570,27 +412,16 @@ class WorkerGroup:
 
     def node_waits(self) -> None:
         """Have a new node's ranks join the others."""
-        self._feed(lifecycle.NodeArrived())
+        self._feed(Trigger.NODE_ARRIVED)
 
     def measured(self, usages: Mapping[int, Usage]) -> None:
-        """Fold a measurement of a node's ranks."""
-        self._usages |= usages
-        self._feed(lifecycle.Observed(Measured(usages=dict(usages))))
+        """Fold a measurement of ranks."""
+        self.usages |= usages
+        self._feed(Measured(usages=dict(usages)))
 
-    def dumped(self, rank: int, text: str) -> None:
-        """Take the stack that a node dumped for a rank that does not answer."""
-        self._feed(lifecycle.StacksRead({rank: text}))
-
-    def _measure_peers(self, more: int) -> None:
-        before, self._measuring = self._measuring, self._measuring + more
-        if self._peers is not None and (before > 0) != (self._measuring > 0):
-            self._usages = {} if before == 0 else self._usages
-            self._peers.measure(wanted=self._measuring > 0)
-
-    def _close_peers(self, *, succeeded: bool) -> None:
-        peers, self._peers, self._followers = self._peers, None, None
-        if peers is not None:
-            peers.close(succeeded=succeeded)
+    def stacks_read(self, stacks: Mapping[int, str]) -> None:
+        """Take the stacks of ranks that do not answer."""
+        self._feed(lifecycle.StacksRead(stacks))
 
     # --- on the hub's thread: messages of ranks -------------------------------------------------
 
@@ -616,29 +447,21 @@ class WorkerGroup:
             case Asked() if self.job is not None:
                 self.job.asked(message)
             case Returned() | Profiled():
-                taken = self._taken(message)
+                taken = None if self.job is None else self.job.take(message)
                 if taken is None:
-                    return
+                    return  # nobody waits for it any more
                 message = taken
             case _:
                 pass
         message = self._with_holders(message)
         self._raw = (message, data) if data is not None and message is sent else None
-        self._feed(lifecycle.Received(message))
+        self._feed(message)
         self._raw = None
-
-    def _taken(self, message: Returned | Profiled) -> FromRank | None:
-        """Hold what a rank has sent for the job; None if nobody waits for it any more."""
-        if self.job is None:
-            return None
-        return (
-            self.job.take_value(message) if isinstance(message, Returned) else self.job.take_profile(message)
-        )
 
     def _observe(self, output: Iterable[Printed]) -> None:
         for printed in output:
             if self.job is not None and self.job.shows(printed):
-                self._feed(lifecycle.Observed(printed))
+                self._feed(printed)
 
     def _with_holders(self, message: FromRank) -> FromRank:
         """Add to the failure of a rank that lacked GPU memory which processes hold it."""
@@ -666,8 +489,6 @@ class WorkerGroup:
         job = self.job
         if job is not None and not job.ended.is_set():
             self._observe(self._logs.news(job.state.ranks))
-        if self._peers is not None:
-            self._peers.tick(now)
         self._feed(Trigger.TICK, now)
 
     def lost(self, error: Exception) -> None:
@@ -678,25 +499,6 @@ class WorkerGroup:
             kind=FailureKind.CONNECTION_LOST,
         )
         self._feed(Trigger.HUB_LOST)
-
-    def _on_attempt(self, message: AttemptStarted, kept: Mapping[int, int] | None) -> None:
-        self._hub.drain(_LAST_DRAIN_SECONDS)
-        self._feed(Trigger.DRAINED)
-        self._usages = {}
-        if kept is not None:
-            self._go_on(message, kept)
-            return
-        self._logs.close()
-        self.names = {}
-        self._may_end.clear()
-        if self._peers is not None:
-            self._peers.begin_attempt()
-        self._feed(lifecycle.AttemptStarting(message))
-        if self._run_logs is not None:
-            self.log_directory = self._run_logs / f"attempt_{message.number}"
-            self._logs.begin(message.number, ())
-        if self.listener is not None:
-            self.listener.ranks_replaced(self.attempt)
 
     def _go_on(self, message: AttemptStarted, kept: Mapping[int, int]) -> None:
         """Begin an attempt that keeps ranks, and their logs."""
@@ -710,21 +512,6 @@ class WorkerGroup:
         self._logs.renumber(message.number, kept)
         if self.listener is not None:
             self.listener.ranks_renumbered(self.attempt, kept)
-
-    def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        if self._run_logs is None:
-            self._logs.begin(number, workers)
-            self.log_directory = Path(workers[0].stdout).parent.parent
-            self._forked(number, world_size, workers)
-        else:
-            self._forked(number, world_size, ())
-
-    def _forked(
-        self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
-    ) -> None:
-        pids = {worker.rank: worker.pid for worker in workers}
-        message = AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
-        self._feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
 
     def _on_agent_end(self, error: BaseException | None) -> None:
         try:
@@ -742,7 +529,8 @@ class WorkerGroup:
     def _close(self, *, succeeded: bool) -> None:
         # Here and not in `close`: a caller who is interrupted once more may never come that far.
         self._hub.remove(self)
-        self._close_peers(succeeded=succeeded)
+        for host in self._hosts:
+            host.close(succeeded=succeeded)
         self._logs.close()
         remove_tree(self._directory)
         self.closed.set()
@@ -772,23 +560,22 @@ class WorkerGroup:
                 self._send(rank, message)
             case lifecycle.Explain(exited):
                 self._observe(self._logs.rest(exited.rank))
-                stderr = self._logs.stderr_of(exited.rank)
-                explained = self._exit_reasons.explained(exited, self._titles, stderr)
-                self._feed(lifecycle.ExitExplained(explained))
+                self._feed(lifecycle.ExitExplained(exited))
             case lifecycle.ReadStacks(ranks):
-                self._read_stacks(ranks)
+                for host in self._hosts:
+                    host.read_stacks(ranks)
             case lifecycle.RanksLocated(number, report):
-                self._who_looks.pop(number)(report)
+                self._who_looks.pop(number).set_result(report)
             case lifecycle.ReleaseWorkers(succeeded, others):
-                self._agent.release(succeeded=succeeded, others=others)
-                if self._followers is not None:
-                    self._followers.release(succeeded=succeeded, others=others)
-            case lifecycle.CloseGroup(succeeded):
-                self._close(succeeded=succeeded)
+                for host in self._hosts:
+                    host.release(succeeded=succeeded, others=others)
             case lifecycle.SendJob(rank) if job is not None:
                 self._send(rank, job.dispatch_to(rank))
-            case lifecycle.Warn(text) if job is not None:
+            case Noticed(text=text) if job is not None:
                 job.late.append(text)
+            case Order.CLOSE_GROUP:
+                known = self._life.job
+                self._close(succeeded=known is not None and known.succeeded)
             case Order():
                 self._give_order(action, job)
             case _:
@@ -802,41 +589,14 @@ class WorkerGroup:
         """Have the agent do something, and the peers follow, or do it for the job."""
         match order:
             case Order.FINISH_JOB if job is not None:
-                job.launch_failure = self._life.launch_failure
-                self._end(job)
+                job.finish(time.time(), self._error)
             case Order.KEEP_PAYLOAD if job is not None:
-                job.whole()
+                job.payload_kept()
             case Order.FORGET_VALUES if job is not None:
                 job.release_values()
-            case Order.STOP_AGENT:
-                self._agent.stop()
-            case Order.RESTART_AGENT:
-                self._agent.restart()
-            case Order.REJOIN_NODES:
-                self._agent.rejoin()
-            case Order.REGROUP_NODES:
-                self._agent.regroup()
-            case Order.SKIP_GRACE:
-                self._agent.skip_grace()
-                if self._followers is not None:
-                    self._followers.skip_grace()
-            case Order.LET_FINISH:
-                self._agent.let_finish()
-            case Order.END_RANKS:
-                self._may_end.set()
             case _:
-                pass  # it concerns a job, and there is none
-
-    def _end(self, job: Job) -> None:
-        job.error = job.error or self._error
-        job.end(time.time())
+                for host in self._hosts if order in _OF_HOSTS else ():
+                    _OF_HOSTS[order](host)
 
     def _send(self, rank: int, message: ToRank) -> None:
-        if self._peers is None or not self._peers.send(rank, message):
-            self._hub.send(self, rank, message)
-
-
-def _logs_of_run(settings: AgentSettings) -> Path:
-    """Make a run's log directory with torchelastic's layout: attempts below it, ranks below those."""
-    settings.log_dir.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"{settings.run_id}_", dir=settings.log_dir))
+        any(host.send(rank, message) for host in self._hosts)

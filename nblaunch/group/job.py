@@ -18,29 +18,26 @@ from nblaunch._errors import RunPreemptedError
 from nblaunch.capture import shared_memory
 from nblaunch.capture.shared_memory import HeldPayload
 from nblaunch.diagnose.failures import value_lost
-from nblaunch.elastic.logs import LogTail
-from nblaunch.elastic.settings import Worker
-from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import JobState
-from nblaunch.options.streams import OutputFilter
+from nblaunch.host.logs import LogTail
+from nblaunch.host.settings import Worker
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (
     Asked,
-    CellJob,
     Cleared,
     Dispatch,
     Displayed,
     Finishing,
     FromRank,
-    Noticed,
     Offsets,
+    Payload,
     Preempted,
     Printed,
     Profiled,
     Raised,
     Returned,
     RunEnded,
-    ScriptJob,
     Started,
     Switched,
     Waiting,
@@ -75,25 +72,22 @@ class RankLogs:
         self.attempts = {attempt: self._present} if attempt in self.attempts else {}
         return self.attempts
 
-    def begin(self, attempt: int, workers: tuple[Worker, ...]) -> None:
-        """Follow the files of an attempt's processes."""
+    def begin(self, attempt: int) -> None:
+        """Follow the files of an attempt, which has none yet."""
         self.close()
         self._attempt = attempt
         self._present = self.attempts[attempt] = {}
-        self._follow(workers, brief=False)
-        self._growing = dict.fromkeys(self._tails, True)
-
-    def extend(self, workers: tuple[Worker, ...]) -> None:
-        """Follow the files of another node's processes of the same attempt; `wrote` reports their growth."""
-        # Brief: thousands of files must not stay open.
-        self._follow(workers, brief=True)
 
     def wrote(self, rank: int) -> None:
         """Poll the files of a rank on another node, which have grown."""
         if rank in self._tails:
             self._growing.setdefault(rank, False)
 
-    def _follow(self, workers: tuple[Worker, ...], *, brief: bool) -> None:
+    def extend(self, workers: tuple[Worker, ...], *, brief: bool = False) -> None:
+        """Follow the files of some of the attempt's processes.
+
+        `brief` files are open only while they are read, and `wrote` reports their growth.
+        """
         for worker in workers:
             self._present[worker.rank] = RankLogFiles(
                 worker.rank, worker.local_rank, worker.stdout, worker.stderr
@@ -107,6 +101,8 @@ class RankLogs:
             self._tails[worker.rank] = LogTail(
                 worker.rank, worker.stdout, worker.stderr, bounded=private, brief=brief
             )
+            if not brief:
+                self._growing[worker.rank] = True
 
     def renumber(self, attempt: int, kept: Mapping[int, int]) -> None:
         """Follow the kept ranks under their new numbers; `kept` maps these to the former ones."""
@@ -156,11 +152,6 @@ class RankLogs:
             )
             for attempt, ranks in logs.items()
         }
-
-    def stderr_of(self, rank: int) -> str:
-        """Return the path of a rank's stderr; empty if it is not known."""
-        known = self._present.get(rank)
-        return known.stderr if known is not None else ""
 
     def close(self) -> None:
         """Close the files of the present attempt."""
@@ -220,26 +211,23 @@ class RankLogs:
 
 
 class Job:
-    """A job that has been given to a group, or is about to be."""
+    """A job that has been given to a group, or is about to be; the runtime's is `RunningJob`."""
 
-    def __init__(  # noqa: PLR0913 - all that a job has
+    def __init__(
         self,
         dispatches: Mapping[int | None, Dispatch],
-        state: RunState,
+        known: JobState,
         *,
-        internal: bool = False,
-        output: OutputFilter | None = None,
+        options: LaunchOptions | None = None,
         directory: Callable[[], Path] = Path,
-        ending: Ending | None = None,
     ) -> None:
-        """`state` is the initial run state; the result of an `internal` job is never shown.
+        """`dispatches` are the messages to the ranks; that of None is for all that have none of their own.
 
-        `dispatches` are the messages to the ranks; that of None is for all that have none of their own.
-        `directory` names where values are held if not in memory, `ending` what may end it early.
+        `directory` names where values are held if not in memory.
         """
-        self.known = JobState(state, internal=internal, ending=ending or Ending())
+        self.known = known
         """All that its group knows of it: a snapshot."""
-        self.output = output or OutputFilter()
+        self.options = options or LaunchOptions()
         self.dispatch = dispatches[None]
         self._dispatches = dispatches
         self._directory = directory
@@ -248,71 +236,51 @@ class Job:
         self.logs: Mapping[int, Mapping[int, RankLogFiles]] = {}
         """The log files, by attempt and rank."""
         self.error: BaseException | None = None
-        self.launch_failure: tuple[str, str] | None = None
         self.late: list[str] = []
         """Warnings since the end of the job."""
-        self.asked: Callable[[Asked], None] = lambda _: None
-        """Called with each question."""
         self.listeners: list[Callable[[Message, bytes], None]] = []
         """Called with each message that has changed the state, and with its bytes."""
         self.ended = threading.Event()
-        self.when_ended: list[Callable[[], None]] = []
-        """Called once the job has ended."""
-        self.whole: Callable[[], None] = lambda: None
-        """Called when the payload is whole on every rank, before any of them begins."""
+
+    def asked(self, message: Asked) -> None:
+        """Take a rank's question to the user."""
+
+    def payload_kept(self) -> None:
+        """Know that the payload is whole on every rank, before any of them begins."""
 
     @property
     def state(self) -> RunState:
         """The state of the run: an immutable snapshot."""
         return self.known.run
 
-    @property
-    def titles(self) -> dict[str, str]:
-        """The titles of the files that this job's code was compiled under, as the user knows them."""
-        titles = {filename: title for filename, (title, _) in self.dispatch.sources.items()}
-        job = self.dispatch.job
-        if isinstance(job, CellJob):
-            titles[job.filename] = job.title
-        elif isinstance(job, ScriptJob) and job.file:
-            titles[job.file] = job.title
-        return titles
-
     def dispatch_to(self, rank: int) -> Dispatch:
         """Return the message to a rank."""
         return self._dispatches.get(rank, self.dispatch)
 
-    def take_value(self, message: Returned) -> Returned | Raised | None:
-        """Open a value while its rank still holds it; return the message to fold, which names it here."""
+    def take(self, message: Returned | Profiled) -> Returned | Profiled | Raised | None:
+        """Open a value or a profile while its rank still holds it; return the message to fold.
+
+        It names what is held here. What nobody waits for is None, and a profile that cannot be opened.
+        """
+        part = "value" if isinstance(message, Returned) else "data"
+        sent: Payload = getattr(message, part)
         if self.ended.is_set():
             return None
-        if message.value.inline is not None and not self._values:
+        if part == "value" and sent.inline is not None and not self._values:
             return message  # there is no payload to hold
         try:
-            held = shared_memory.hold(message.value, self._directory)
+            held = shared_memory.hold(sent, self._directory)
         except (FileNotFoundError, ProcessLookupError):
             return None  # the process is gone: its exit says so, and came first
         except Exception as error:  # noqa: BLE001 - no descriptor or memory left: the rank waits for an answer
+            if not isinstance(message, Returned):
+                return None
             failure = value_lost(error, time.time())
             return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
-        self._hold(message.rank, "value", held)
-        return replace(message, value=held.payload) if held.payload is not message.value else message
-
-    def take_profile(self, message: Profiled) -> Profiled | None:
-        """Open a profile as `take_value` does a value; one that cannot be had is none, and no failure."""
-        if self.ended.is_set():
-            return None
-        try:
-            held = shared_memory.hold(message.data, self._directory)
-        except (OSError, MemoryError):
-            return None
-        self._hold(message.rank, "profile", held)
-        return replace(message, data=held.payload)
-
-    def _hold(self, rank: int, what: str, held: HeldPayload) -> None:
-        before = self._values.pop((rank, what), None)
-        if before is not None:
+        if (before := self._values.pop((message.rank, part), None)) is not None:
             before.close()
-        self._values[rank, what] = held
+        self._values[message.rank, part] = held
+        return message if held.payload is sent else replace(message, **{part: held.payload})
 
     def taken_values(self) -> dict[tuple[int, str], HeldPayload]:
         """Return the values and profiles by rank: the caller closes them."""
@@ -332,11 +300,7 @@ class Job:
         if rank is None:
             return False  # it takes no part
         local_rank = known.local_rank if known is not None else rank.local_rank
-        return self.output.shows(local_rank, printed.stream)
-
-    def notice(self, text: str) -> None:
-        """Show a text with the result; only before the job is given to a group."""
-        self.fold(Noticed(text=text))
+        return self.options.shows(local_rank, printed.stream)
 
     def fold(self, message: Message) -> None:
         """Fold a message into a job that no group runs: the machine of its group does that otherwise."""
@@ -351,15 +315,12 @@ class Job:
         for listener in self.listeners:
             listener(message, raw)
 
-    def end(self, time: float) -> None:
+    def finish(self, when: float, error: BaseException | None = None) -> None:
         """End the job as it is now: its result can be made."""
-        if self.ended.is_set():
-            return
+        self.error = error
         if self.state.doing:
             self.fold(Waiting())
         if not self.state.finished:
             stopped = self.error is None or isinstance(self.error, RunPreemptedError)
-            self.fold(RunEnded(time=time, stopped=stopped))
+            self.fold(RunEnded(time=when, stopped=stopped))
         self.ended.set()
-        for act in self.when_ended:
-            act()

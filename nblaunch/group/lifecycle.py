@@ -50,29 +50,20 @@ dies, torchelastic ends the others, and the job ends with STARTING. At the lates
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias, assert_never
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose import hang
-from nblaunch.group.ending import (
-    ANSWER_SECONDS,
-    ASK_SECONDS,
-    END_SECONDS,
-    NEVER,
-    Ending,
-    LateRanks,
-    Why,
-    overdue,
-)
+from nblaunch.group.ending import NEVER, Consequence, Ending, EndingStep, Interruption, Situation, Why
 from nblaunch.group.fitness import Tallies, uneven
 from nblaunch.group.locating import Locating
-from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
+from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
+from nblaunch.group.recovery import Recovery
 from nblaunch.protocol.messages import (
-    Abort,
-    Aborted,
     Answer,
     Arrived,
     Asked,
@@ -81,7 +72,6 @@ from nblaunch.protocol.messages import (
     EngineSaid,
     Entered,
     Exited,
-    Finishing,
     FromRank,
     GivenTo,
     Hello,
@@ -124,17 +114,6 @@ _NOTICE_SECONDS = 2.0
 _SETTLE_SECONDS = 0.1
 # Only a rank that holds its interpreter does not answer.
 _LEFT_OPEN_SECONDS = 2.0
-REFORMING = "re-forming the process group"
-REFORMED = (
-    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
-)
-NOT_IN_PLACE = "the process groups could not be formed again in place: "
-UNUSABLE_IN_PLACE = "cannot be used any more, although the groups go on"
-REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
-STEPPED = (
-    "an optimizer's step was queued on the GPU behind the interrupted collective, and ran with gradients "
-    "that were not summed: its parameters and its state are wrong. Load a checkpoint, or make these anew: "
-)
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (Hello, Entered, AttemptStarted)
@@ -180,8 +159,6 @@ class JobState(msgspec.Struct, frozen=True):
     arrived: RankSet = RankSet()
     """Ranks on which all of the payload has arrived."""
     ending: Ending = Ending()
-    interrupted: bool = False
-    """Whether its ranks have been interrupted: by the user, or kept ones after the timeout."""
     questions: tuple[Asked, ...] = ()
     """Questions of its ranks to the user, the oldest first."""
     settle_at: float | None = None
@@ -195,6 +172,8 @@ class JobState(msgspec.Struct, frozen=True):
     """Where the ranks were then."""
     unmatched: bool = False
     """Whether these operations wait for a rank that has returned without them."""
+    launch_failure: tuple[str, str] | None = None
+    """Of a job that has ended: the phase of its group that exceeded its limit, and what happened."""
     ended: bool = False
 
     def lacks(self, world_size: int) -> bool:
@@ -246,8 +225,6 @@ class GroupState(msgspec.Struct, frozen=True):
     """Whether the ranks of this attempt are being ended, and replaced."""
     changing: bool = False
     """Whether the membership changes: how the ranks of this attempt end is no failure."""
-    holding: RankSet | None = None
-    """Ranks that have not released NCCL yet, once they are about to be ended; None before that."""
     saving: RankSet = RankSet()
     """Ranks that were ordered to save, and have not saved yet."""
     searches: Mapping[int, Locating] = {}
@@ -320,6 +297,8 @@ class GroupState(msgspec.Struct, frozen=True):
 
 
 # --- events --------------------------------------------------------------------------------------
+# A message is an event itself: a rank's, fed after all output that precedes it, and what the group observes:
+# output, measurements, exits, an engine's reports, notes for the next result that the user sees (`Noticed`).
 
 
 class Trigger(enum.Enum):
@@ -328,28 +307,13 @@ class Trigger(enum.Enum):
     TICK = "time has passed"
     DRAINED = "all that ranks had sent has been received: no exit waits for last messages"
     HUB_LOST = "no message arrives any more"
-    RANKS_ENDING = "the agent is about to end ranks by a signal"
     MEMBERSHIP_CHANGING = "the agent is about to end every rank, and to start others after a rendezvous"
     AGENT_ENDED = "the agent has ended, and so have all ranks"
     INTERRUPT = "the user interrupts the job; the second time its ranks are ended"
     INTERRUPT_SPARING = "the job is interrupted, however often; its ranks and their variables stay"
+    NODE_ARRIVED = "a node came while other nodes have ranks; its ranks may join them"
     DISMISS = "the ranks of a group without a job may exit"
     FORGET_NOTES = "the user knows of all notes"
-
-
-Observation: TypeAlias = Printed | Measured | Noticed | Waiting | LocatedAll | EngineSaid
-
-
-class Received(msgspec.Struct, frozen=True):
-    """A message of a rank; all output that precedes it is observed."""
-
-    message: FromRank
-
-
-class Observed(msgspec.Struct, frozen=True):
-    """What the runtime itself observes: ranks' output, measurements, notices and stacks; engine reports."""
-
-    message: Observation
 
 
 class AttemptStarting(msgspec.Struct, frozen=True):
@@ -370,12 +334,6 @@ class WorkersForked(msgspec.Struct, frozen=True):
     remote: bool = False
 
 
-class WorkerExited(msgspec.Struct, frozen=True):
-    """A process is gone."""
-
-    exited: Exited
-
-
 class ExitExplained(msgspec.Struct, frozen=True):
     """The answer to `Explain`: an exit with its reason, once all output of the rank is observed."""
 
@@ -389,9 +347,9 @@ class StacksRead(msgspec.Struct, frozen=True):
 
 
 class RanksStopped(msgspec.Struct, frozen=True):
-    """None of these ranks is still at work; None stands for those of this node."""
+    """None of these ranks is still at work."""
 
-    ranks: frozenset[int] | None = None
+    ranks: frozenset[int]
 
 
 class NodeLeaving(msgspec.Struct, frozen=True):
@@ -405,10 +363,6 @@ class NodeLeaving(msgspec.Struct, frozen=True):
     enough: bool
     ranks: frozenset[int] = frozenset()
     address: str = ""
-
-
-class NodeArrived(msgspec.Struct, frozen=True):
-    """A node came while other nodes have ranks; its ranks may join them."""
 
 
 class PrepareChanged(msgspec.Struct, frozen=True):
@@ -426,13 +380,11 @@ class Preemption(msgspec.Struct, frozen=True):
 
 
 class JobGiven(msgspec.Struct, frozen=True):
-    """The caller gives the ranks a job, with its limits; without `run` they only become ready."""
+    """The caller gives the ranks a job, with its limits; without one they only become ready."""
 
     prepare: Prepare
     grace: float
-    run: RunState | None = None
-    internal: bool = False
-    ending: Ending = Ending()
+    job: JobState | None = None
 
 
 class Replied(msgspec.Struct, frozen=True):
@@ -442,49 +394,30 @@ class Replied(msgspec.Struct, frozen=True):
     answer: Answer
 
 
-class Noted(msgspec.Struct, frozen=True):
-    """A text to show with the next result that the user sees."""
-
-    text: str
-
-
-class LocateRanks(msgspec.Struct, frozen=True):
-    """Somebody wants to know where the ranks are, which have `seconds` for an answer; see `RanksLocated`."""
-
-    number: int
-    seconds: float
-
-
-class RestartAsked(msgspec.Struct, frozen=True):
-    """The ranks of a kept group are to be replaced."""
-
-    reason: str
-
-
-FromAgent: TypeAlias = (
-    AttemptStarting | WorkersForked | WorkerExited | ExitExplained | RanksStopped | StacksRead
+GroupEvent: TypeAlias = (
+    FromRank
+    | Printed
+    | Measured
+    | EngineSaid
+    | Exited
+    | Noticed
+    | AttemptStarting
+    | WorkersForked
+    | ExitExplained
+    | StacksRead
+    | RanksStopped
+    | NodeLeaving
+    | PrepareChanged
+    | Preemption
+    | JobGiven
+    | Replied
+    | LocateRanks
+    | RestartAsked
+    | Trigger
 )
-FromNodes: TypeAlias = NodeLeaving | NodeArrived | PrepareChanged | Preemption
-FromClients: TypeAlias = JobGiven | Replied | Noted | LocateRanks | RestartAsked
-GroupEvent: TypeAlias = Received | Observed | FromAgent | FromNodes | FromClients | Trigger
 
 
 # --- actions -------------------------------------------------------------------------------------
-
-
-class Order(enum.Enum):
-    """An action without fields."""
-
-    STOP_AGENT = "end the ranks, and the agent with them"
-    RESTART_AGENT = "end the ranks, and start others"
-    REJOIN_NODES = "have the nodes repeat the rendezvous"
-    REGROUP_NODES = "form the group again from the remaining ranks and those of new nodes"
-    SKIP_GRACE = "kill ranks that are being ended"
-    END_RANKS = "no rank is inside NCCL any more: the agent may end them"
-    KEEP_PAYLOAD = "remember that the whole payload is on every rank"
-    LET_FINISH = "wait for released ranks as long as they work: each ends as a script does"
-    FINISH_JOB = "end the job: its result can be made"
-    FORGET_VALUES = "release the values of this attempt: the next one begins the job again"
 
 
 class Publish(msgspec.Struct, frozen=True):
@@ -497,12 +430,6 @@ class SendJob(msgspec.Struct, frozen=True):
     """Dispatch the job to one of its ranks."""
 
     rank: int
-
-
-class Warn(msgspec.Struct, frozen=True):
-    """Keep a warning that comes after the job has ended."""
-
-    text: str
 
 
 class Explain(msgspec.Struct, frozen=True):
@@ -531,23 +458,9 @@ class ReleaseWorkers(msgspec.Struct, frozen=True):
     others: frozenset[int]
 
 
-class CloseGroup(msgspec.Struct, frozen=True):
-    """Release all that the group holds; precedes the end of its job, at which the caller goes on."""
-
-    succeeded: bool
-
-
+# A notice is for those who come back to a job that has ended.
 Action: TypeAlias = (
-    Publish
-    | Send
-    | SendJob
-    | Warn
-    | Explain
-    | ReadStacks
-    | RanksLocated
-    | ReleaseWorkers
-    | CloseGroup
-    | Order
+    Publish | Send | SendJob | Noticed | Explain | ReadStacks | RanksLocated | ReleaseWorkers | Order
 )
 
 
@@ -560,103 +473,37 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
     What was folded comes first: to perform the others may feed further events.
     """
     machine = _Step(state, now)
-    match event:
-        case Received(message):
-            machine.received(message)
-        case Observed(message):
-            machine.observed(message)
-        case AttemptStarting(message, kept):
-            machine.attempt_starting(message, kept)
-        case WorkersForked(message, ranks, remote):
-            machine.workers_forked(message, ranks, remote=remote)
-        case WorkerExited(exited):
-            machine.worker_exited(exited)
-        case ExitExplained(exited):
-            machine.exit_explained(exited)
-        case RanksStopped(ranks):
-            machine.ranks_stopped(ranks)
-        case NodeLeaving() | NodeArrived() | PrepareChanged() | Preemption():
-            machine.of_nodes(event)
-        case StacksRead(stacks):
-            machine.stacks_read(stacks)
-        case JobGiven() | Replied() | Noted() | LocateRanks() | RestartAsked():
-            machine.requested(event)
-        case _:
-            machine.triggered(event)
+    take = _TAKES.get(event if isinstance(event, Trigger) else type(event), _Step.received)
+    take(machine, event)
     machine.regroup_if_idle()
     return machine.state, (*machine.folded, *machine.actions)
 
 
-class _Step:
+class _Step(Machine[GroupState, Action]):
     """One step: the state as it changes, and the actions that follow."""
 
     def __init__(self, state: GroupState, now: float) -> None:
-        self.state = state
-        self.now = now
+        super().__init__(state, now)
         self.folded: list[Publish] = []
-        self.actions: list[Action] = []
 
     def act(self, *actions: Action) -> None:
-        self.actions += actions
-
-    def set(self, sends: Sends = (), /, **changes: Any) -> None:
-        """Change the state, and send these messages."""
-        self.state = replace(self.state, **changes)
-        for each in sends:
-            self.send(each.rank, each.message)
+        gone = self.state.exited
+        self.actions += (each for each in actions if not isinstance(each, Send) or each.rank not in gone)
 
     def set_job(self, sends: Sends = (), /, **changes: Any) -> None:
         if self.state.job is not None:
             self.set(sends, job=replace(self.state.job, **changes))
 
     def send(self, rank: int, message: ToRank) -> None:
-        if rank not in self.state.exited:
-            self.act(Send(rank, message))
+        self.act(Send(rank, message))
 
-    def requested(self, request: FromClients) -> None:
-        match request:
-            case JobGiven():
-                self.job_given(request)
-            case Replied(rank, answer):
-                self.replied(rank, answer)
-            case Noted(text):
-                self.note(text)
-            case LocateRanks(number, seconds):
-                self.locate(number, seconds)
-            case RestartAsked(reason):
-                self.replace_ranks(reason)
-
-    def triggered(self, trigger: Trigger) -> None:
-        match trigger:
-            case Trigger.TICK:
-                self.tick()
-            case Trigger.DRAINED:
-                self.fold_exits(NEVER)
-            case Trigger.HUB_LOST:
-                self.act(Order.STOP_AGENT)
-            case Trigger.RANKS_ENDING:
-                self.ranks_ending()
-            case Trigger.MEMBERSHIP_CHANGING:
-                self.change_membership()
-            case Trigger.AGENT_ENDED:
-                job = self.state.job
-                self.set(closed=True)
-                self.act(CloseGroup(succeeded=job is not None and job.succeeded))
-                self.finish()
-                # No tick will come for these.
-                for why, each in self.state.searches.items():
-                    self.act(RanksLocated(why, each.report(self.state.at_work, self.state.remote)))
-                self.set(searches={})
-            case Trigger.INTERRUPT:
-                self.interrupt()
-            case Trigger.INTERRUPT_SPARING:
-                self.interrupt(sparing=True)
-            case Trigger.DISMISS:
-                self.dismiss()
-            case Trigger.FORGET_NOTES:
-                self.set(notes=())
-            case _:
-                assert_never(trigger)
+    def agent_ended(self) -> None:
+        self.set([Order.CLOSE_GROUP], closed=True)
+        self.finish()
+        # No tick will come for these.
+        for why, each in self.state.searches.items():
+            self.act(RanksLocated(why, each.report(self.state.at_work, self.state.remote)))
+        self.set(searches={})
 
     def dismiss(self) -> None:
         """Let the ranks of a group without a job exit."""
@@ -671,57 +518,27 @@ class _Step:
         for rank in state.members.ranks:
             self.send(rank, Leave())
 
-    def of_nodes(self, event: FromNodes) -> None:
-        match event:
-            case NodeLeaving():
-                self.node_leaving(event)
-            case NodeArrived():
-                self.set(regroups=self.state.kept)
-            case PrepareChanged():
-                self.prepare_changed(event)
-            case Preemption():
-                self.preempt(event)
-
     # --- messages of ranks, and observations -----------------------------------------------------
 
     def received(self, message: FromRank) -> None:
         state = self.state
-        if (state.changing or state.holding is not None) and isinstance(message, Raised):
-            return  # the abort, or the membership change, is what made it fail
+        if state.changing and isinstance(message, Raised):
+            return  # the membership change is what made it fail
         if state.recovery.busy:
             self.set(recovery=state.recovery.patient(self.now, state.grace))
-        match message:
-            case Hello():
-                self.connected(message.rank)
-            case Entered(phase=Phase.READY):
-                self.set(ready=state.ready.with_rank(message.rank))
-            case Returned() | Raised() | Asked():
-                self.of_job(message)
-            case Arrived():
-                self.payload_arrived(message.rank)
-            case InterruptSeen():
-                self.set(interruption=state.interruption.seen(message, self.now))
-            case Where():
-                self.located(message)
-            case Recovered():
-                self.recovered(message)
-            case Aborted() | Finishing():
-                self.leaves(message)
-            case Preempting() | Preempted():
-                self.saves(message)
-            case _:
-                pass
+        if (heard := _HEARD.get(type(message))) is not None:
+            heard(self, message)
         self.fold(self.state.interruption.as_stopped(message))
         self.dispatch_when_ready()
 
-    def replied(self, rank: int, answer: Answer) -> None:
+    def replied(self, reply: Replied) -> None:
         job = self.state.job
         if job is not None:
-            answered = rank, answer.number
+            answered = reply.rank, reply.answer.number
             self.set_job(
                 questions=tuple(each for each in job.questions if (each.rank, each.number) != answered)
             )
-        self.send(rank, answer)
+        self.send(reply.rank, reply.answer)
 
     def of_job(self, message: Returned | Raised | Asked) -> None:
         job = self.state.working
@@ -733,24 +550,23 @@ class _Step:
             left_open = job.open or (isinstance(message, Returned) and message.open)
             self.set_job(open=left_open, called={**job.called, message.rank: message.tallies})
 
-    def connected(self, rank: int) -> None:
-        state = self.state
+    def connected(self, message: Hello) -> None:
+        state, rank = self.state, message.rank
         if state.prepare is not None and rank not in state.adopted:
             self.send(rank, replace(state.prepare, joins=True) if state.adopted else state.prepare)
         self.set(connected=state.connected.with_rank(rank))
         self.limit_process_group()
 
-    def leaves(self, message: Aborted | Finishing) -> None:
-        if isinstance(message, Aborted):
-            self.released_nccl(message.rank)
-        elif self.state.stage is Stage.LEAVING:
-            self.act(Order.LET_FINISH)
+    def entered(self, message: Entered) -> None:
+        if message.phase is Phase.READY:
+            self.set(ready=self.state.ready.with_rank(message.rank))
 
-    def payload_arrived(self, rank: int) -> None:
+    def payload_arrived(self, message: Arrived) -> None:
         """Begin the job once its payload is whole on every rank; if one cannot load it, no rank keeps it."""
         job = self.state.working
         if job is None or self.state.interruption.begun or job.run.failed:
             return
+        rank = message.rank
         arrived = job.arrived.with_rank(rank) if rank in job.run.ranks else job.arrived
         self.set_job(arrived=arrived)
         if len(job.arrived) < len(arrived) == len(job.run.ranks):
@@ -772,22 +588,23 @@ class _Step:
             if job.left_open.missing <= {answer.rank}:
                 self.settle()
 
-    def observed(self, message: Observation) -> None:
-        self.fold(self.placed(message) if isinstance(message, EngineSaid) else message)
+    def measured(self, message: Measured) -> None:
+        self.fold(message)
         ranks = self.state.at_work.ranks
         # Nodes measure their own ranks.
-        if isinstance(message, Measured) and len(ranks) > 1 and self.state.some_here:
+        if len(ranks) > 1 and self.state.some_here:
             for rank in ranks.values():
                 if rank.state is State.RUNNING and rank.rank not in self.state.remote:
                     self.send(rank.rank, ReportReached())
 
-    def placed(self, said: EngineSaid) -> EngineSaid | NodesJoined:
-        """Keep an engine's report; return what there is to say of it."""
+    def engine_said(self, said: EngineSaid) -> None:
+        """Keep an engine's report; fold what is new in it."""
         before = self.state.engine
         self.set(engine=said)
         if before is None or replace(before, state=said.state, joined=said.joined) != said:
-            return said
-        return NodesJoined(state=said.state, joined=said.joined)
+            self.fold(said)
+        else:
+            self.fold(NodesJoined(state=said.state, joined=said.joined))
 
     def fold_run(self, message: Message) -> bool:
         """Fold a message into the job; return whether that changes anything. Nothing else changes its run."""
@@ -812,7 +629,7 @@ class _Step:
         if job is not None and job.ended and isinstance(message, Exited) and message.rank in job.run.ranks:
             warning = advance(job.run, message).ranks[message.rank].warning
             if warning and warning != job.run.ranks[message.rank].warning:
-                self.act(Warn(warning))
+                self.act(Noticed(text=warning))
         if not self.fold_run(message) or isinstance(message, _SETTLES_NOTHING):
             return
         job = self.state.working
@@ -823,8 +640,9 @@ class _Step:
 
     # --- where the ranks are ---------------------------------------------------------------------
 
-    def locate(self, why: int, seconds: float, ranks: Collection[int] | None = None) -> None:
-        """Ask ranks that are at work where they are, None for all."""
+    def locate(self, request: LocateRanks) -> None:
+        """Ask ranks that are at work where they are."""
+        why, seconds, ranks = request.number, request.seconds, request.ranks
         state = self.state
         known = () if state.closed else state.at_work.ranks.values()
         at_work = (rank.rank for rank in known if rank.node and not rank.state.final)
@@ -833,8 +651,8 @@ class _Step:
         self.set(sends, searches={**state.searches, why: search})
         self.search_on()
 
-    def stacks_read(self, stacks: Mapping[int, str]) -> None:
-        self.set(searches={why: each.with_stacks(stacks) for why, each in self.state.searches.items()})
+    def stacks_read(self, read: StacksRead) -> None:
+        self.set(searches={why: each.with_stacks(read.stacks) for why, each in self.state.searches.items()})
         self.search_on()
 
     def search_on(self) -> None:
@@ -854,22 +672,15 @@ class _Step:
 
     def located_all(self, why: int, report: HangReport, asked: float) -> None:
         self.set(searches={other: each for other, each in self.state.searches.items() if other != why})
-        job = self.state.working
-        if job is None or why >= 0:
+        if why >= 0:
             self.act(RanksLocated(why, report))
-        elif why == Why.HANG:
-            self.look_for_hang(job, report, asked)
-        elif why == Why.LATE:
-            self.show_late(job, report, asked)
-        elif why == Why.IMPORTS:
-            self.break_off_imports(job, report)
         else:
-            self.keep_where(job, report)
-            self.tell_ranks()
+            self.end_early(lambda ending: ending.located(why, report, asked))
 
     # --- an attempt begins -----------------------------------------------------------------------
 
-    def attempt_starting(self, message: AttemptStarted, kept: Mapping[int, int] | None) -> None:
+    def attempt_starting(self, event: AttemptStarting) -> None:
+        message, kept = event.message, event.kept
         if message.number < self.state.attempt or self.state.closed:
             return
         adopted = RankSet(kept or ())
@@ -890,7 +701,6 @@ class _Step:
             recovery=self.state.recovery.abandoned(),
             replacing=False,
             changing=False,
-            holding=None,
             saving=RankSet(),
         )
         if message.number > 0 and self.state.kept:
@@ -901,14 +711,12 @@ class _Step:
         if self.state.kept and gone:
             self.finish()
         elif job is not None:
-            self.set(
-                job=JobState(job.run, internal=job.internal, ending=job.ending, interrupted=job.interrupted)
-            )
+            self.set(job=JobState(job.run, internal=job.internal, ending=job.ending))
             self.act(Order.FORGET_VALUES)
         self.fold(message)
 
-    def workers_forked(self, message: AttemptStarted, ranks: frozenset[int], *, remote: bool) -> None:
-        state = self.state
+    def workers_forked(self, event: WorkersForked) -> None:
+        state, message, ranks, remote = self.state, event.message, event.ranks, event.remote
         if message.number != state.attempt or state.closed:
             return
         self.set(forked=state.forked | ranks, remote=state.remote | ranks if remote else state.remote)
@@ -974,11 +782,10 @@ class _Step:
                 if rank.node:
                     self.send(rank.rank, event.prepare)
             self.limit_process_group()
-        run = event.run
-        self.set(grace=event.grace, job=None)
-        if run is None:
+        self.set(grace=event.grace, job=event.job)
+        if event.job is None:
             return
-        self.set(job=JobState(run, internal=event.internal, ending=event.ending))
+        run = event.job.run
         self.set(interruption=state.interruption.fresh())
         if state.closed:
             self.finish()
@@ -987,7 +794,7 @@ class _Step:
         self.fold_run(GivenTo(ranks=places, attempt=state.attempt))
         if state.engine is not None:
             self.fold_run(state.engine)
-        if not event.internal:
+        if not event.job.internal:
             self.set(notes=())
             for note in state.notes:
                 self.fold_run(Noticed(text=note))
@@ -1004,7 +811,7 @@ class _Step:
             return
         if state.recovery.busy or state.lost or state.regrouping:
             return  # these ranks are about to form a group
-        if not state.kept and (state.changing or state.holding is not None):
+        if not state.kept and state.changing:
             return  # these ranks are about to be ended: the job is for the next ones
         # A kept group's job goes with the ranks it was captured for: the next ones lack what these have.
         self.set_job(dispatched=True)
@@ -1030,19 +837,11 @@ class _Step:
         job = self.state.working
         if job is not None and job.settle_at is not None and now >= job.settle_at:
             self.settle()
-        state = self.state
-        interruption, sends = state.interruption.tick(state.at_work, self.present(), now)
-        self.set(sends, interruption=interruption)
-        self.press()
         self.search_on()
-        self.watch()
-        recovery, sends = self.state.recovery.tick(now)
-        self.set(sends, recovery=recovery)
-        if recovery.takes_long(now):
-            self.fold_run(Waiting(doing=REFORMING))
-        if recovery.lost:
-            self.replace_ranks("ranks did not come back within the grace period")
-            self.note(f"{format_ranks(recovery.awaited)} did not get ready for another job")
+        self.end_early(EndingStep.tick)
+        recovery, then = self.state.recovery.tick(now)
+        self.set(recovery=recovery)
+        self.follow(then)
         self.stop_overdue()
 
     def settle(self) -> None:
@@ -1078,7 +877,7 @@ class _Step:
         elif not job.run.finished:
             # A peer of the ranks that are still at work has given up, and so do they.
             if not state.interruption.begun:
-                self.begin_interruption()
+                self.end_early(EndingStep.begin_interruption)
         else:
             self.set_job(settled=True)
             if job.succeeded and not uneven(job.called, self.present().ranks):
@@ -1126,137 +925,12 @@ class _Step:
             return
         for why in self.state.searches.keys() & {Why.INTERRUPT, Why.TIMEOUT}:
             # It counts, although the job has ended while its ranks were asked.
-            self.keep_where(job, self.state.searches[why].report(job.run, remote))
-        self.set_job(ended=True, settle_at=None)
+            report = self.state.searches[why].report(job.run, remote)
+            self.end_early(functools.partial(EndingStep.keep_where, report=report))
+        self.set_job(ended=True, settle_at=None, launch_failure=self.state.launch_failure)
         others = {why: each for why, each in self.state.searches.items() if why >= 0}
         self.set(interruption=self.state.interruption.over(), searches=others)
         self.act(Order.FINISH_JOB)
-
-    # --- a job that does not end by itself -------------------------------------------------------
-
-    def set_ending(self, **changes: Any) -> None:
-        job = self.state.job
-        if job is not None:
-            self.set_job(ending=replace(job.ending, **changes))
-
-    def watch(self) -> None:
-        """Do what is due for a job that takes a while."""
-        job, now = self.state.working, self.now
-        if job is None:
-            return
-        # Time spent in a prompt or in an engine's queue counts for no limit.
-        ending, pauses = job.ending, bool(job.questions) or job.run.awaits_nodes
-        if pauses or ending.paused_at is not None:
-            ending = ending.paused(now, goes_on=pauses)
-            self.set_job(ending=ending)
-        if now >= ending.give_up_at:
-            self.finish()
-        elif now >= ending.skip_at:
-            self.skip_grace()
-        elif now >= ending.deadline and not ending.begun:
-            self.set_ending(begun=True, timed_out=True)
-            self.locate(Why.TIMEOUT, ANSWER_SECONDS)
-        elif now >= ending.deadline and ending.told and not ending.interrupts:
-            # An interrupt that spares the ranks has told them to end, and does not wait for ever either.
-            self.set_ending(timed_out=True)
-        elif not ending.begun and ending.hang.due(now) and Why.HANG not in self.state.searches:
-            self.locate(Why.HANG, ANSWER_SECONDS)
-        if self.state.working is not None:
-            self.look_for_late(self.state.working)
-
-    def look_for_hang(self, job: JobState, report: HangReport, asked: float) -> None:
-        hang_watch, hangs = job.ending.hang.hangs(report, asked)
-        self.set_ending(hang=hang_watch)
-        if hangs:
-            self.fold(LocatedAll(report=report))
-            self.fold(Noticed(text=f"nothing heard for {hang_watch.seconds:g} s\n{report}"))
-
-    def look_for_late(self, job: JobState) -> None:
-        """Find out where interrupted ranks are that do not end, unless that was done a moment ago."""
-        state, shown = self.state, job.ending.late
-        # Fresh ranks have the grace period, and no longer.
-        waits = not state.replacing and (state.kept or not job.ending.begun)
-        if not waits or self.now < shown.look_at or Why.LATE in state.searches:
-            return
-        late = overdue(state.interruption.waited_for, self.now)
-        if late or shown.ranks:
-            self.locate(Why.LATE, ASK_SECONDS, late)
-
-    def show_late(self, job: JobState, report: HangReport, asked: float) -> None:
-        state = self.state
-        late = LateRanks.of(state.interruption.waited_for, report, asked, self.now)
-        self.set_ending(late=late)
-        self.fold(Waiting(ranks=dict(late.ranks)))
-        stopped = [rank for rank, seconds in late.stopped.items() if seconds > state.grace]
-        if job.ending.timed_out and stopped and not state.replacing:
-            # There may be nobody to continue it, and it is not in the middle of anything.
-            self.replace_ranks(f"{format_ranks(stopped)} could not be interrupted: stopped by SIGSTOP")
-
-    def interrupt(self, *, sparing: bool = False) -> None:
-        """Interrupt the job for the user, or `sparing` its ranks whatever came before."""
-        job = self.state.working
-        if job is None:
-            return
-        interrupts = job.ending.interrupts + (not sparing)
-        self.set_ending(interrupts=interrupts)
-        if not job.ending.begun:
-            self.set_ending(begun=True, noticed=len(job.run.notices))
-            self.locate(Why.INTERRUPT, ASK_SECONDS)
-        elif job.ending.told:
-            if not sparing and (interrupts > 1 or job.ending.timed_out):
-                self.interrupt_again()
-            else:
-                self.begin_interruption()
-
-    def keep_where(self, job: JobState, report: HangReport) -> None:
-        """Keep where the ranks were that are about to be told to end, or have just ended."""
-        if job.run.awaits_nodes:
-            self.set_ending(where=job.run.where)
-        else:
-            self.set_ending(where=report.summary or job.run.where, findings=report.findings)
-            self.fold_run(LocatedAll(report=report))
-
-    def tell_ranks(self) -> None:
-        """Have the ranks end the job, which the user has interrupted, or which has timed out."""
-        job, kept, stops = self.state.working, self.state.kept, self.now + self.state.grace
-        if job is None:
-            return
-        timed_out = job.ending.timed_out
-        if timed_out and not kept:
-            self.set_ending(told=True, give_up_at=stops + END_SECONDS)
-            self.act(Order.STOP_AGENT)
-            return
-        self.set_ending(told=True, skip_at=NEVER if kept else stops)
-        self.set_job(interrupted=True)
-        self.begin_interruption()
-        if not job.dispatched or job.settled:
-            if kept:
-                self.finish()
-            else:
-                # Nothing of the user's runs yet, or only what a rank that has failed does at its end.
-                self.act(Order.STOP_AGENT)
-        if job.ending.interrupts > 1 and not timed_out:
-            self.interrupt_again()  # it came while the ranks were asked
-
-    def interrupt_again(self) -> None:
-        """Break off imports of kept ranks, which costs no variable; else wait no longer."""
-        job, kept = self.state.working, self.state.kept
-        if job is None or (kept and job.ending.skipped) or Why.IMPORTS in self.state.searches:
-            return
-        if kept and not (job.ending.timed_out or job.ending.broken_off):
-            self.locate(Why.IMPORTS, ASK_SECONDS, self.state.interruption.waited_for)
-        elif kept or not job.ending.timed_out:
-            self.skip_grace()
-
-    def break_off_imports(self, job: JobState, report: HangReport) -> None:
-        late = self.state.interruption.waited_for.keys()
-        importing = {rank for group in report.groups if group.importing for rank in group.ranks}
-        if not late or not late <= importing or job.ending.interrupts > 2:  # noqa: PLR2004 - a third came
-            self.skip_grace()
-            return
-        interruption, sends = self.state.interruption.at_once()
-        self.set(sends, interruption=interruption)
-        self.set_ending(broken_off=True)
 
     # --- interrupts, recovery, replacement -------------------------------------------------------
 
@@ -1278,7 +952,7 @@ class _Step:
         self.set(unfolded=awaited)
         self.fold_run(RunPreempted(why=event.why))
         if event.seconds is not None:
-            self.begin_interruption()
+            self.end_early(EndingStep.begin_interruption)
 
     def saves(self, message: Preempting | Preempted) -> None:
         if isinstance(message, Preempting):
@@ -1294,65 +968,53 @@ class _Step:
         if self.state.preempted and job is not None and job.run.finished:
             self.settle()
 
-    def begin_interruption(self) -> None:
-        interruption, sends = self.state.interruption.begin(self.state.at_work, self.now)
-        self.set(sends, interruption=interruption)
-
-    def skip_grace(self) -> None:
-        """Wait for the ranks of the job no longer."""
-        job, state = self.state.working, self.state
+    def end_early(self, decide: Callable[[EndingStep], None]) -> None:
+        """Have the job end early as the machine for that decides, and do what follows."""
+        state, job = self.state, self.state.working
         if job is None:
             return
-        lost = format_ranks(state.members.ranks) if state.kept else ""
-        give_up_at = min(job.ending.give_up_at, self.now + state.grace + END_SECONDS)
-        self.set_ending(skipped=True, skip_at=NEVER, give_up_at=give_up_at, lost=lost)
-        self.act(Order.SKIP_GRACE)
-        waited_for = self.state.interruption.waited_for
-        if not self.state.kept:
-            self.act(Order.STOP_AGENT)
-        elif waited_for:
-            self.replace_ranks(f"{format_ranks(waited_for)} had not ended when the job was interrupted again")
-        else:
-            self.replace_ranks("it was interrupted twice")
+        situation = Situation(
+            run=job.run,
+            members=state.members,
+            present=self.present(),
+            kept=state.kept,
+            grace=state.grace,
+            at_work=job.dispatched and not job.settled,
+            asks=bool(job.questions),
+            replacing=state.replacing,
+            searches=state.searches.keys(),
+        )
+        step = EndingStep(job.ending, state.interruption, situation, self.now)
+        decide(step)
+        self.set(interruption=step.interruption)
+        self.set_job(ending=step.state)
+        self.follow(step.actions)
 
-    def press(self) -> None:
-        """Replace kept ranks that have seen the interrupt twice and go on with their job."""
-        state, job, now = self.state, self.state.working, self.now
-        if not (state.kept or state.preempted) or job is None or not job.dispatched:
-            return
-        interruption, sends = state.interruption.press(now, state.grace)
-        self.set(sends, interruption=interruption)
-        if state.replacing or not state.kept:
-            return
-        if unfreed := interruption.unfreed(now):
-            self.replace_ranks(
-                f"{format_ranks(unfreed)} could not be freed: NCCL did not abort its collective"
-            )
-        elif deaf := interruption.deaf(now):
-            self.replace_ranks(
-                f"{format_ranks(deaf)} went on after two interrupts, --grace {state.grace:g} s apart"
-            )
+    def follow(self, consequences: Iterable[Consequence]) -> None:
+        """Do what follows from a decision of another machine."""
+        for each in consequences:
+            match each:
+                case LocateRanks():
+                    self.locate(each)
+                case RestartAsked(reason):
+                    self.replace_ranks(reason)
+                case Noticed(text=text):
+                    self.note(text)
+                case Order.FINISH_JOB:
+                    self.finish()
+                case Order() | Send():
+                    self.act(each)
+                case _:
+                    self.fold(each)
 
     def recovered(self, message: Recovered) -> None:
-        recovery, outcome = self.state.recovery.recovered(message)
+        before = self.state.recovery
+        recovery, then = before.recovered(message)
         self.set(recovery=recovery)
-        if outcome is None:
-            return
-        if outcome.failed:
-            self.replace_ranks(outcome.failed)
-            return
+        self.follow(then)
         job = self.state.working
-        if outcome.reformed:
-            if outcome.unfit and job is not None and job.succeeded:
-                self.note(outcome.unfit)  # the user has seen no error that would explain it
-            if outcome.why_not:
-                self.note(f"{NOT_IN_PLACE}{outcome.why_not}")
-            self.note(REFORMED_IN_PLACE if outcome.in_place else REFORMED)
-            if outcome.stepped:
-                self.note(f"{STEPPED}{outcome.stepped}")
-        if outcome.dead:
-            made = UNUSABLE_IN_PLACE if outcome.in_place else "made for a process group that is gone"
-            self.note(f"{made}, with what revives each: {outcome.dead}")
+        if not before.busy or recovery.busy or self.state.replacing:
+            return
         if job is None or job.dispatched:
             self.finish()
         elif job.run.doing:
@@ -1412,28 +1074,6 @@ class _Step:
         state, bad = self.state, not exited.expected and exited.exitcode != 0
         return bad and state.kept and not state.closed and exited.rank not in state.working_ranks
 
-    def ranks_ending(self) -> None:
-        """Have all ranks release NCCL before one is ended."""
-        state = self.state
-        if state.holding is not None:
-            return
-        alive = RankSet(rank.rank for rank in state.members.ranks.values() if rank.node)
-        self.set(holding=alive - state.remote - state.exited)
-        for rank in alive:
-            self.send(rank, Abort())
-        self.released_nccl()
-
-    def released_nccl(self, *ranks: int) -> None:
-        """Let the agent end the ranks once none of them is inside NCCL."""
-        if self.state.holding is not None:
-            self.set(holding=self.state.holding - set(ranks))
-            if not self.state.holding:
-                self.act(Order.END_RANKS)
-
-    def ranks_stopped(self, ranks: frozenset[int] | None) -> None:
-        here = self.state.members.ranks.keys() - self.state.remote
-        self.send_leave(here if ranks is None else ranks)
-
     def send_leave(self, ranks: Collection[int]) -> None:
         job = self.state.job
         if job is None:
@@ -1492,6 +1132,55 @@ class _Step:
     def change_membership(self) -> None:
         self.set(changing=True, deadline=NEVER)
         self.set_job(settle_at=None)
+
+
+_TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
+    Trigger.TICK: lambda step, _: step.tick(),
+    Trigger.DRAINED: lambda step, _: step.fold_exits(NEVER),
+    Trigger.HUB_LOST: lambda step, _: step.act(Order.STOP_AGENT),
+    Trigger.MEMBERSHIP_CHANGING: lambda step, _: step.change_membership(),
+    Trigger.AGENT_ENDED: lambda step, _: step.agent_ended(),
+    Trigger.INTERRUPT: lambda step, _: step.end_early(EndingStep.interrupt),
+    Trigger.INTERRUPT_SPARING: lambda step, _: step.end_early(
+        functools.partial(EndingStep.interrupt, sparing=True)
+    ),
+    Trigger.NODE_ARRIVED: lambda step, _: step.set(regroups=step.state.kept),
+    Trigger.DISMISS: lambda step, _: step.dismiss(),
+    Trigger.FORGET_NOTES: lambda step, _: step.set(notes=()),
+    Printed: _Step.fold,
+    Measured: _Step.measured,
+    EngineSaid: _Step.engine_said,
+    Noticed: lambda step, noticed: step.note(noticed.text),
+    Exited: _Step.worker_exited,
+    ExitExplained: lambda step, explained: step.exit_explained(explained.exited),
+    AttemptStarting: _Step.attempt_starting,
+    WorkersForked: _Step.workers_forked,
+    RanksStopped: lambda step, stopped: step.send_leave(stopped.ranks),
+    StacksRead: _Step.stacks_read,
+    NodeLeaving: _Step.node_leaving,
+    PrepareChanged: _Step.prepare_changed,
+    Preemption: _Step.preempt,
+    JobGiven: _Step.job_given,
+    Replied: _Step.replied,
+    LocateRanks: _Step.locate,
+    RestartAsked: lambda step, request: step.replace_ranks(request.reason),
+}
+"""What each event does; all others are messages of ranks: `_Step.received`."""
+
+_HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
+    Hello: _Step.connected,
+    Entered: _Step.entered,
+    Returned: _Step.of_job,
+    Raised: _Step.of_job,
+    Asked: _Step.of_job,
+    Arrived: _Step.payload_arrived,
+    InterruptSeen: lambda step, seen: step.set(interruption=step.state.interruption.seen(seen, step.now)),
+    Where: _Step.located,
+    Recovered: _Step.recovered,
+    Preempting: _Step.saves,
+    Preempted: _Step.saves,
+}
+"""What a message of a rank does, besides being folded."""
 
 
 def _gone_on(kept: Mapping[int, int], world_size: int) -> str:

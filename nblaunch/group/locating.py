@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose import hang
-from nblaunch.group.recovery import Sends, Survey
+from nblaunch.group.machine import Sends, Survey
 from nblaunch.protocol.messages import Phase, Where
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState, State, hosts_of

@@ -1,16 +1,4 @@
-"""What a runtime or a node has once to run ranks.
-
-Each part is made when it is first used, and stands on those above it:
-
-    directory        sockets, logs and spilled payloads lie in it              _runtime_dir.py
-    fork server      ranks are forks of it; its log is in the directory        elastic/forkserver.py
-    hub              ranks connect to its socket, in the directory             group/hub.py
-    worker groups    their ranks are forked there, and connect to the hub      group/group.py
-    standby group    the worker group that is ready before it is needed        group/standby.py
-
-They end in the order that `LocalRuntime.close` has. No other module keeps one of these parts: a user of a
-part is given it.
-"""
+"""What a runtime has beside its host: the groups, those that use them, and the standby group."""
 
 from __future__ import annotations
 
@@ -19,15 +7,12 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from nblaunch.elastic.agent import join_all
-from nblaunch.elastic.forkserver import Server
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.standby import Standby
+from nblaunch.host.forkserver import Server
+from nblaunch.host.local import LocalHost
 
 _END_SECONDS = 30.0
-# What an agent does once its ranks are gone takes milliseconds.
-_AGENT_SECONDS = 5.0
 
 
 class UsedByGroups(Protocol):
@@ -37,31 +22,16 @@ class UsedByGroups(Protocol):
         """End it, and wait for the end; a second call does nothing."""
 
 
-class LocalRuntime:
-    """The parts of one process; its methods may be called on any thread."""
+class LocalRuntime(LocalHost):
+    """The host that a runtime is, and its groups; its methods may be called on any thread."""
 
     def __init__(self, server: Server) -> None:
         """Use the fork server beside this process."""
-        self.server = server
-        self.directory = self.server.directory
-        self._lock = threading.RLock()
-        self._hub: Hub | None = None
+        super().__init__(server)
         self._standby: Standby | None = None
         self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._leaving: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._held: weakref.WeakSet[UsedByGroups] = weakref.WeakSet()
-
-    @property
-    def hub(self) -> Hub:
-        """The hub, which ranks can reach. Raises `LaunchError` if its socket cannot be bound."""
-        with self._lock:
-            if self._hub is not None and self._hub.usable:
-                self._hub.be_reachable()
-            else:
-                if self._hub is not None:
-                    self._hub.close()
-                self._hub = Hub(self.directory)
-            return self._hub
 
     @property
     def standby(self) -> Standby:
@@ -108,16 +78,7 @@ class LocalRuntime:
         for group in groups:
             group.closed.wait(_END_SECONDS)
         self._close_held()
-        # While the keeper lives: a kill of this process from here on leaves nothing that it would not remove.
-        self.directory.remove()
-        self.server.stop()
-        if self._hub is not None:
-            # Also those of runs whose ranks were still leaving.
-            join_all(_AGENT_SECONDS)
-            with self._lock:
-                hub, self._hub = self._hub, None
-            hub.close()
-        self.directory.remove()
+        super().close()
 
     def _close_held(self) -> None:
         with self._lock:
@@ -130,5 +91,5 @@ class LocalRuntime:
 
 def _leaves_by_itself(group: WorkerGroup) -> bool:
     """Whether these fresh ranks have done their job: they exit, at the latest with the fork server."""
-    alone = group.settings.rdzv is None and not group.keep
+    alone = not (group.settings.nodes or group.keep)
     return alone and group.job is not None and group.job.ended.is_set()

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from nblaunch.elastic.settings import AgentSettings
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.lifecycle import Trigger
+from nblaunch.host.settings import AgentSettings
 
 STANDBY_SECONDS = 600.0
 IDLE_SECONDS = 0.25

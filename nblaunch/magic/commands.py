@@ -18,10 +18,9 @@ from nblaunch._results import Handle, Perform, RunResult, held_by, sessions_tabl
 from nblaunch.checks.report import DoctorReport
 from nblaunch.client import directory
 from nblaunch.client.local import local
-from nblaunch.client.run import run_fresh
+from nblaunch.client.run import StoppedWatchingError, run_fresh
 from nblaunch.client.scripts import prepare_script
 from nblaunch.client.session import LiveSession
-from nblaunch.client.wait import StoppedWatchingError
 from nblaunch.insight.difference import Difference
 from nblaunch.magic import auto, completion, export, sessions
 from nblaunch.options.launch import LaunchOptions, refuse_session_options

@@ -19,9 +19,8 @@ from nblaunch._help import FailureKind
 from nblaunch._results import Handle, Perform
 from nblaunch.capture.capture import RANK_NAMES, capture_cell
 from nblaunch.capture.names import cell_names
-from nblaunch.client.jobs import ClientJob, RankPayload
 from nblaunch.client.knowledge import own_name_notice
-from nblaunch.client.launch import fresh_job, refuse_inside_rank
+from nblaunch.client.launch import ClientJob, RankPayload, fresh_job, refuse_inside_rank
 from nblaunch.client.run import run_fresh
 from nblaunch.magic import auto, completion, export, sessions
 from nblaunch.magic.commands import command, command_completions, perform_job, with_macros_kept

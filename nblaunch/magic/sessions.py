@@ -126,11 +126,12 @@ def named(name: str | None) -> LiveSession:
 
 def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
     """Raise `OptionError` for an option of the group that differs from the session's own."""
-    # A value from a `PET_` variable is meant for fresh ranks; the line does not have it.
-    by_itself = LaunchOptions.from_keywords()
     for option in OPTIONS:
         value, own = getattr(options, option.name), getattr(session.options, option.name)
-        if option.per_cell or value in (option.default, own, getattr(by_itself, option.name)):
+        if option.per_cell or value in (option.default, own):
+            continue
+        # A value from a `PET_` variable is meant for fresh ranks; the line does not have it.
+        if value == getattr(LaunchOptions.from_keywords(), option.name):
             continue
         if option.name == "nproc_per_node" and value == session.world_size:
             continue

@@ -1,17 +1,11 @@
-"""Runs and sessions on several machines: what the runtime and a node, `python -m nblaunch join`, exchange.
+"""Runs and sessions on several machines: who places the nodes, and how a group reaches its ranks there.
 
 Every node has its own agent, fork server and ranks, and one world spans them. With `--on` an engine places
 the nodes, and the runtime is their rendezvous: the `director` decides which nodes take part in each attempt.
 With `--rdzv-endpoint` users start them, and they meet at torch's rendezvous, in which the runtime's own agent
 is a node, too. All else is the same: one listener, one admission, the same messages, host and relay.
 
-    runtime                                           node (this machine, too, with `--here`)
-      hub thread                                        main thread
-        NodeFleet, director                               NodeHost, a NodeRelay for each group ── ipc ── ranks
-        Listener <──── TCP, CURVE: FromNode, ToNode ────> agent threads, one for each group
-                                                            with an endpoint, at torch's rendezvous
-        DataSocket ─── TCP, CURVE: pieces ──────────────> DataSocket ────> that of the next node
-      engine thread: asks the engine, starts node programs, watches them
+An engine's thread asks it, starts node programs (`nblaunch.host.node_main`), and watches them.
 
 A `NodeFleet` is an allocation with its nodes. A session holds one; a run on fresh ranks in that session is
 another group on it, and needs no new allocation. A node that is admitted and reaches the others gets one
@@ -20,8 +14,7 @@ another group on it, and needs no new allocation. A node that is admitted and re
 At an endpoint a node finds the listener's address, and proves that it has the key before it gets its only
 `OpenGroup`. Its agent then takes part in the rendezvous, and reads the number of the attempt there.
 
-A worker group knows nodes only as `group.group.Peers`, and a remote agent as `group.group.Agent`. A
-`NodeRelay` forwards what ranks send: first the new bytes of their log files, then messages, values in pieces.
+A worker group knows nodes only as a `host.ranks.GroupHost`.
 
 Invariants:
   * A node without the key, or with another protocol, Python or torch, is refused; the run goes on.
@@ -36,8 +29,6 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    messages    between the runtime and a node: the structs, and their encoding
-    key         who may join: the run's key, and the command
     versions    differences between nodes: refused, or a warning
     engine      the protocol of all engines, and options that contradict each other
     bootstrap   makes the notebook's environment on a node, and runs the node program in it
@@ -48,14 +39,8 @@ Modules, each after those that it imports:
     slurm       nodes of a Slurm allocation
     raydriver   the process that holds the connection to a Ray cluster
     ray         nodes of a Ray cluster
-    link        the runtime's socket for nodes, payloads in pieces, the sockets for pieces (TCP, CURVE)
-    reach       which nodes reach each other, and why others do not
-    code        the notebook's own modules on a node
     director    pure: rendezvous, attempts, restarts, the end of a group
     asking      the thread that asks an engine, starts node programs and watches them
     members     the ranks on nodes: where each is, its log files and its values
     fleet       `NodeFleet`: the nodes of an allocation, or an endpoint, and the groups that they serve
-    node        `NodeRelay`: between a node's ranks and the runtime
-    join        the command, without torch: options, key, signals, exit status; has the program forked
-    host        the node program, a fork of its fork server; `NodeHost`: its connection, and its relays
 """

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
+from nblaunch.host.key import KEY_FILE
 from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
-from nblaunch.nodes.key import KEY_FILE
 from nblaunch.protocol.messages import EngineSaid, EngineState
 
 _KEY_BY_STDIN = "--key-stdin"

@@ -41,7 +41,10 @@ from typing import Any, TypeAlias, assert_never
 import msgspec
 from msgspec.structs import replace
 
-from nblaunch.nodes.messages import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
+from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
+from nblaunch.group.machine import Machine, Order
+from nblaunch.host.wire import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
+from nblaunch.protocol.messages import Noticed
 
 # Peers in a collective with a failed rank raise now. This lets them report it before they are ended.
 _LAST_WORDS_SECONDS = 0.1
@@ -181,7 +184,7 @@ class DirectorState(msgspec.Struct, frozen=True):
     lost: str = ""
     """Which node was lost last, and how."""
     due: float = _NEVER
-    """When a `Tick` is needed (monotonic)."""
+    """When `Trigger.TICK` is needed (monotonic)."""
     regroups: bool = False
     """Whether the ranks regroup at `due`, instead of being replaced."""
     released: bool | None = None
@@ -252,34 +255,11 @@ class NodeHasEnded(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class RestartOrdered(msgspec.Struct, frozen=True):
-    """The ranks are to be replaced."""
+class Ordered(msgspec.Struct, frozen=True):
+    """The lifecycle has decided what the ranks of an attempt do."""
 
     attempt: int
-
-
-class RejoinOrdered(msgspec.Struct, frozen=True):
-    """The nodes are to meet again, because the membership changes."""
-
-    attempt: int
-
-
-class RegroupOrdered(msgspec.Struct, frozen=True):
-    """The remaining ranks go on without the lost ones, and with those of waiting nodes."""
-
-    attempt: int
-
-
-class ReleaseOrdered(msgspec.Struct, frozen=True):
-    """The ranks may exit; the `others` are stopped."""
-
-    attempt: int
-    succeeded: bool
-    others: frozenset[int]
-
-
-class StopOrdered(msgspec.Struct, frozen=True):
-    """The group is to end."""
+    order: Order | ReleaseWorkers
 
 
 class EngineEnded(msgspec.Struct, frozen=True):
@@ -288,15 +268,10 @@ class EngineEnded(msgspec.Struct, frozen=True):
     why: str
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
-
-
 _OfNodes: TypeAlias = (
     NodeCame | NodesExpected | NodeLost | NodeMeets | WorkersStarted | RankGone | NodeHasEnded
 )
-_OfGroup: TypeAlias = RestartOrdered | RejoinOrdered | RegroupOrdered | ReleaseOrdered | StopOrdered
-DirectorEvent: TypeAlias = _OfNodes | _OfGroup | EngineEnded | Tick
+DirectorEvent: TypeAlias = _OfNodes | Ordered | EngineEnded | Trigger
 
 
 # Actions
@@ -329,10 +304,6 @@ class NodeOrder(msgspec.Struct, frozen=True):
     message: ToNode
 
 
-class NodeWaits(msgspec.Struct, frozen=True):
-    """Report a node that came while other nodes have kept ranks; the group decides when it joins."""
-
-
 class AskForNodes(msgspec.Struct, frozen=True):
     """Ask the engine for more nodes."""
 
@@ -346,12 +317,6 @@ class DropNode(msgspec.Struct, frozen=True):
     why: str
 
 
-class DirectorNote(msgspec.Struct, frozen=True):
-    """Show a text with the next result."""
-
-    text: str
-
-
 class EndAgent(msgspec.Struct, frozen=True):
     """Report the end of all agents; `error` says why, "" if they were released or stopped."""
 
@@ -359,8 +324,9 @@ class EndAgent(msgspec.Struct, frozen=True):
 
 
 DirectorAction: TypeAlias = (
-    BeginAttempt | AllStarted | NodeOrder | NodeWaits | AskForNodes | DropNode | DirectorNote | EndAgent
+    BeginAttempt | AllStarted | NodeOrder | AskForNodes | DropNode | EndAgent | Noticed | Trigger
 )
+"""A notice and `Trigger.NODE_ARRIVED` are for the lifecycle: it decides when a new node joins kept ranks."""
 
 
 def step(
@@ -373,17 +339,10 @@ def step(
     return machine.state, tuple(machine.actions)
 
 
-class _Director:
-    """One step: the state as it changes, and the actions that follow."""
-
-    def __init__(self, state: DirectorState, now: float) -> None:
-        self.state = state
-        self.now = now
-        self.actions: list[DirectorAction] = []
-
+class _Director(Machine[DirectorState, DirectorAction]):
     def take(self, event: DirectorEvent) -> None:
         match event:
-            case RestartOrdered() | RejoinOrdered() | RegroupOrdered() | ReleaseOrdered() | StopOrdered():
+            case Ordered():
                 self.ordered(event)
             case NodeCame():
                 self.came(event)
@@ -393,7 +352,7 @@ class _Director:
             case EngineEnded(why):
                 if not self.state.released:
                     self.end(why)
-            case Tick():
+            case Trigger():
                 self.tick()
             case _ if event.node in self.state.nodes:
                 self.of_node(event, self.state.nodes[event.node])
@@ -410,7 +369,7 @@ class _Director:
                 self.lost(name, node, why, asked=asked)
             case NodeMeets(name, after, error):
                 if error:
-                    self.actions.append(DirectorNote(f"node {name}: {error}"))
+                    self.act(Noticed(text=f"node {name}: {error}"))
                 if after == node.attempt:
                     self.set_node(name, waits=True, started=False)
                     self.meets(name)
@@ -428,15 +387,12 @@ class _Director:
             case _:
                 assert_never(event)
 
-    def set(self, **changes: Any) -> None:
-        self.state = replace(self.state, **changes)
-
     def set_node(self, name: str, **changes: Any) -> None:
         nodes = self.state.nodes
         self.set(nodes=nodes.changed({name: replace(nodes[name], **changes)}))
 
     def order(self, node: str, message: ToNode) -> None:
-        self.actions.append(NodeOrder(node, message))
+        self.act(NodeOrder(node, message))
 
     # --- nodes come and meet ---------------------------------------------------------------------
 
@@ -462,7 +418,7 @@ class _Director:
                     self.restart_soon("failure")
                 self.go_on_if_all_wait()
             case DirectorStage.RUNNING if state.kept:
-                self.actions.append(NodeWaits())
+                self.act(Trigger.NODE_ARRIVED)
             case DirectorStage.RESTARTING | DirectorStage.LEAVING:
                 self.go_on_if_all_wait()
             case _:
@@ -507,9 +463,7 @@ class _Director:
             released=None,
             others=frozenset(),
         )
-        self.actions.append(
-            BeginAttempt(number, world_size, state.reason, tuple(names), kept if goes_on else None)
-        )
+        self.act(BeginAttempt(number, world_size, state.reason, tuple(names), kept if goes_on else None))
         for node_rank, (name, node) in enumerate(nodes.items()):
             self.order(name, self.order_to_meet(node, node_rank, len(nodes), world_size))
         if goes_on:
@@ -546,7 +500,7 @@ class _Director:
         if nodes.count("started", attempt) < nodes.count("nodes", attempt):
             return False
         world_size = sum(each.nproc for each in self.state.taking_part.values())
-        self.actions.append(AllStarted(attempt, world_size))
+        self.act(AllStarted(attempt, world_size))
         return True
 
     def regroup(self) -> None:
@@ -571,7 +525,7 @@ class _Director:
                 if self.say_if_all_started():
                     self.set(stage=DirectorStage.RUNNING)
                     if state.kept and state.nodes.count("waits"):
-                        self.actions.append(NodeWaits())
+                        self.act(Trigger.NODE_ARRIVED)
             case DirectorStage.RUNNING:
                 self.say_if_all_started()
             case DirectorStage.RESTARTING:
@@ -668,7 +622,7 @@ class _Director:
         state = self.state
         if count:
             self.set(replacements_left=state.replacements_left - count, asked=state.asked + count)
-            self.actions.append(AskForNodes(count))
+            self.act(AskForNodes(count))
 
     def tick(self) -> None:
         state = self.state
@@ -686,7 +640,7 @@ class _Director:
                 self.restart(state.reason)
             case DirectorStage.ENDING:
                 left = [name for name, node in state.nodes.items() if not node.ended]
-                self.actions += (DropNode(name, "did not end a group in time") for name in left)
+                self.act(*(DropNode(name, "did not end a group in time") for name in left))
                 self.set(nodes=NodeTable())
                 self.end_if_all_have()
             case _:
@@ -694,24 +648,24 @@ class _Director:
 
     # --- orders, and the end ---------------------------------------------------------------------
 
-    def ordered(self, event: _OfGroup) -> None:
-        state = self.state
-        if isinstance(event, StopOrdered):
+    def ordered(self, event: Ordered) -> None:
+        state, order = self.state, event.order
+        if order is Order.STOP_AGENT:
             self.end()
             return
         early = state.stage in (DirectorStage.WAITING, DirectorStage.RESTARTING)
-        if early and isinstance(event, ReleaseOrdered) and event.succeeded:
+        if early and isinstance(order, ReleaseWorkers) and order.succeeded:
             self.end()  # no job is left, so no ranks are needed
         if event.attempt != state.attempt or state.stage not in _WITH_RANKS:
             return
-        match event:
-            case RestartOrdered():
+        match order:
+            case Order.RESTART_AGENT:
                 self.restart("failure")
-            case RejoinOrdered():
+            case Order.REJOIN_NODES:
                 self.restart("membership")
-            case RegroupOrdered():
+            case Order.REGROUP_NODES:
                 self.regroup_soon()
-            case ReleaseOrdered(_, succeeded, others):
+            case ReleaseWorkers(succeeded, others):
                 self.set(stage=DirectorStage.LEAVING, released=succeeded, others=others, due=_NEVER)
                 for name, node in state.taking_part.items():
                     if node.started:
@@ -738,9 +692,7 @@ class _Director:
             self.go_on_if_all_wait()
         elif state.kept and state.stage is DirectorStage.RUNNING and len(state.nodes) > state.least:
             # One that comes late may not be able to have ranks: the others go on without it.
-            self.actions.append(
-                DropNode(name, f"ended its ranks: {error}" if error else "has ended its ranks")
-            )
+            self.act(DropNode(name, f"ended its ranks: {error}" if error else "has ended its ranks"))
         else:
             self.end(f"node {name} ended its ranks: {error}" if error else f"node {name} has ended its ranks")
 
@@ -758,4 +710,4 @@ class _Director:
     def end_if_all_have(self) -> None:
         if self.state.nodes.count("ended") == len(self.state.nodes):
             self.set(stage=DirectorStage.ENDED, due=_NEVER)
-            self.actions.append(EndAgent(self.state.error))
+            self.act(EndAgent(self.state.error))

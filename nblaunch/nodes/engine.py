@@ -13,7 +13,7 @@ import secrets
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -30,14 +30,6 @@ ENGINES: Mapping[str, str] = {
     "ray": "nblaunch.nodes.ray:RayEngine",
 }
 """By the name in `--on`: the module, and the class."""
-
-PLACE = "NBLAUNCH_NODE_PLACE"
-"""The variable that tells a node program its place among the engine's nodes."""
-HERE, HERE_PLACE = "NBLAUNCH_NODE_HERE", -2
-"""The variable that marks the node of the notebook's machine (`--here`), and that node's place."""
-AT_END = "NBLAUNCH_NODE_AT_END"
-"""The variable with the command by which a node gives the allocation back once its runtime is gone."""
-_PLACES = (PLACE, "SLURM_NODEID")
 
 _JOB, _JOB_NODES, _JOB_HOST = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME"
 # Addresses reserved for documentation: the default route leads to them.
@@ -155,28 +147,6 @@ class Engine(Protocol):
     @staticmethod
     def ask(wish: Wish) -> Allocation:
         """Ask for the hosts, and return at once; `cancel` ends what this starts."""
-
-
-def place_of(environ: Mapping[str, str]) -> int:
-    """Return the place that the engine gave this node; -1 if it has none.
-
-    >>> place_of({"SLURM_NODEID": "3"}), place_of({HERE: "1", PLACE: "0"})
-    (3, -2)
-    """
-    if environ.get(HERE):
-        return HERE_PLACE
-    for name in _PLACES:
-        if environ.get(name, "").isdecimal():
-            return int(environ[name])
-    return -1
-
-
-def take_place(environ: MutableMapping[str, str]) -> int:
-    """Return this node's place, and remove it: the nodes that a rank starts with `--on` have others."""
-    place = place_of(environ)
-    for name in (HERE, PLACE, AT_END):
-        environ.pop(name, None)
-    return place
 
 
 def own_address(hosts: Iterable[str]) -> str:

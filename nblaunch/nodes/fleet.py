@@ -1,9 +1,9 @@
 """The nodes of a session, or of a run: an allocation, their connections, and the groups that they serve.
 
-If an engine places them, all agents of a group are on nodes. To the group, the fleet is both its `Peers` and
-its `Agent`; the director decides which nodes meet, and when. The nodes that join a run at an endpoint are its
-`Peers` alone: torch's rendezvous decides, in which the group's own agent takes part. The hub's thread does
-everything, except `connect`, `close` and the orders of a group's agent, which any thread may call.
+To a group, its nodes are a host. If an engine places them, all agents of the group are there; the director
+decides which nodes meet, and when. Where nodes join a run at an endpoint, the group has a host of this
+machine beside them, whose agent takes part in torch's rendezvous. The hub's thread does everything, except
+`connect`, `close` and the orders that any thread may give to a `GroupHost`.
 
     connect    opens the listener, and the group's store
     start      of the first group: asks the engine, whose node programs connect
@@ -25,6 +25,7 @@ import platform
 import re
 import secrets
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -40,21 +41,25 @@ from nblaunch._devices import VARIABLES
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
-from nblaunch.elastic.rendezvous import host_store
-from nblaunch.elastic.settings import AgentSettings
-from nblaunch.group.group import Agent, Connected, Peers, WorkerGroup
-from nblaunch.group.hub import Hub
+from nblaunch.group.group import WorkerGroup
+from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
+from nblaunch.group.machine import Order
+from nblaunch.host import wire
+from nblaunch.host.code import JobCode
+from nblaunch.host.hub import Hub
+from nblaunch.host.join import HERE, HERE_PLACE
+from nblaunch.host.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
+from nblaunch.host.ranks import GroupHost, RankHost
+from nblaunch.host.reach import ReachCheck
+from nblaunch.host.rendezvous import host_store
+from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes import director
-from nblaunch.nodes import messages as wire
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.code import JobCode
 from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
-from nblaunch.nodes.engine import HERE, HERE_PLACE, Engine, NodeProgram, Wish, address_of
+from nblaunch.nodes.engine import Engine, NodeProgram, Wish, address_of
 from nblaunch.nodes.environment import Wheels, made_before
-from nblaunch.nodes.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
 from nblaunch.nodes.members import NodeMember, RemoteRanks, for_another_machine
 from nblaunch.nodes.process import ProcessEngine
-from nblaunch.nodes.reach import ReachCheck
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
@@ -64,6 +69,7 @@ from nblaunch.protocol.messages import (
     EngineSaid,
     EngineState,
     Interrupt,
+    Noticed,
     Payload,
     Phase,
     Recover,
@@ -182,8 +188,8 @@ class NodeFleet:
 
     # --- on any thread -----------------------------------------------------------------------------
 
-    def connect(self, hub: Hub, settings: AgentSettings, events: WorkerGroup, directory: Path) -> Connected:
-        """Connect a group to its peers, and to its agent. The first group that starts asks the engine.
+    def connect(self, settings: AgentSettings, events: WorkerGroup, directory: Path) -> NodeGroup:
+        """Return a group's side of these nodes. The first group that starts asks the engine.
 
         Raises `LaunchError` if this machine has no such address, or if the nodes have been given back, and
         `OptionError` for a wildcard.
@@ -192,20 +198,24 @@ class NodeFleet:
             if self._closed:
                 msg = "the nodes of this session have been given back. Start another one."
                 raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
-            listener = self._listener or self._listen(hub)
+            self._listener = self._listener or self._listen()
         if self.conf.directed:
-            directed = FleetGroup(self, settings, events, directory, self._address)
-            return Connected(settings, directed, directed)
-        assert settings.rdzv is not None  # noqa: S101 - it has an endpoint
-        settings = replace(settings, rdzv=replace(settings.rdzv, listener=listener.address))
+            return FleetGroup(self, settings, events, directory, self._address)
         joined = NodeGroup(self, settings, events, directory, self._address)
-        hub.call(lambda: self._add(joined))
-        return Connected(settings, joined)
+        self.hub.call(lambda: self._add(joined))
+        return joined
 
-    def _listen(self, hub: Hub) -> Listener:
+    @property
+    def endpoint(self) -> str:
+        """Where nodes connect, once there is a group."""
+        assert self._listener is not None  # noqa: S101 - as said
+        return self._listener.address
+
+    def _listen(self) -> Listener:
+        hub = self.hub
         given = self.conf.options.local_addr
         self._address = address_of(given) if given else self.engine.address(self.wish)
-        self._listener = listener = Listener(
+        listener = Listener(
             hub,
             self._address,
             self._key,
@@ -266,8 +276,7 @@ class NodeFleet:
         )
 
     def _program(self, *, here: bool) -> NodeProgram:
-        assert self._listener is not None  # noqa: S101 - it listens since the first group was connected
-        endpoint = self._listener.address.removeprefix("tcp://")
+        endpoint = self.endpoint.removeprefix("tcp://")
         options = self.conf.options
         ports = () if options.ports is None else ("--ports", options.ports)
         words = ("-m", "nblaunch", "join", endpoint, "-n", str(options.nproc_per_node), *ports, "--key-stdin")
@@ -695,8 +704,14 @@ def _here() -> wire.Inventory:
     )
 
 
-class NodeGroup(Peers):
-    """A group's side of a fleet: its peers. At an endpoint, torch's rendezvous decides who takes part."""
+class NodeGroup(GroupHost):
+    """A group's side of a fleet. At an endpoint, torch's rendezvous decides who takes part.
+
+    There the group's first agent is on this machine, and nodes follow it.
+    """
+
+    own: RankHost
+    """This machine's, at an endpoint."""
 
     def __init__(
         self, fleet: NodeFleet, settings: AgentSettings, events: WorkerGroup, directory: Path, address: str
@@ -709,7 +724,7 @@ class NodeGroup(Peers):
         self._fleet, self._settings, self._directory = fleet, settings, directory
         self._address = address
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
-        self._backend = fleet.conf.options.backend if settings.rdzv is None else settings.rdzv.ranks_backend
+        self._backend = settings.options.backend
         self._members: dict[str, NodeMember] = {}
         self._nodes: dict[str, FleetNode] = {}
         self._order: tuple[str, ...] = ()
@@ -724,7 +739,12 @@ class NodeGroup(Peers):
         """How long its ranks have after an interrupt, in seconds."""
         return self._settings.options.grace
 
-    # --- the peers: on the hub's thread --------------------------------------------------------------
+    @property
+    def log_directory(self) -> Path:
+        """Where this machine keeps the logs of the present attempt."""
+        return self.own.log_directory
+
+    # --- orders, on the hub's thread --------------------------------------------------------------
 
     def begin_attempt(self) -> None:
         """Forget the ranks of the attempt before."""
@@ -754,7 +774,7 @@ class NodeGroup(Peers):
         attempt, ranks = self.events.attempt, tuple(sorted(others))
         self._send_all(wire.Release(group=self.name, attempt=attempt, succeeded=succeeded, others=ranks))
 
-    def rejoin(self) -> None:
+    def follow(self) -> None:
         """Have all nodes end their ranks, and repeat the rendezvous."""
         self._send_all(wire.Restart(group=self.name, attempt=self.events.attempt))
 
@@ -766,13 +786,10 @@ class NodeGroup(Peers):
         """Have the nodes measure their ranks, or stop that."""
         self._send_all(wire.MeasureRanks(group=self.name, wanted=wanted))
 
-    def dump_stacks(self, ranks: frozenset[int]) -> None:
+    def read_stacks(self, ranks: frozenset[int]) -> None:
         """Have the nodes dump the stacks of these ranks, which do not answer."""
         for name, (_, theirs) in self._ranks.by_node(ranks).items():
             self._send_to(name, wire.DumpStacks(group=self.name, ranks=theirs))
-
-    def tick(self, now: float) -> None:
-        """Do nothing: the fleet does what is due."""
 
     def close(self, *, succeeded: bool) -> None:
         """Forget all state: the group has ended, and with it the nodes of an endpoint."""
@@ -872,7 +889,7 @@ class NodeGroup(Peers):
 
     def add(self, node: FleetNode) -> None:
         """Have a node serve this group."""
-        settings, rdzv, conf = self._settings, self._settings.rdzv, self._fleet.conf
+        settings, conf = self._settings, self._fleet.conf
         self._nodes[node.name] = node
         self._members[node.name] = NodeMember(
             node.name,
@@ -885,7 +902,7 @@ class NodeGroup(Peers):
             keep=self.events.keep,
             options=replace(settings.options, env={}),
             backend=self._backend,
-            env=self._fleet.variables(tuple(conf.options.env.items()) if rdzv is None else rdzv.env),
+            env=self._fleet.variables(tuple(settings.options.env.items())),
             processes=replace(settings.processes, environ=()),
             cwd=os.fsencode(self._fleet.wish.cwd),
             nodes=(conf.least, conf.most),
@@ -913,7 +930,7 @@ class NodeGroup(Peers):
             case wire.NodeEnded(error=error):
                 self._node_ended(node, error)
             case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
-                self.events.dumped(rank, text)
+                self.events.stacks_read({rank: text})
             case _ if isinstance(message, wire.OfAttempt) and message.attempt == self.events.attempt:
                 self.of_attempt(member, message, data)
             case _:
@@ -935,7 +952,7 @@ class NodeGroup(Peers):
         """Handle a message of the current attempt."""
         match message:
             case wire.Workers(workers=workers):
-                self._ranks.started(member, workers)
+                self._ranks.started(member, workers, self.log_directory)
             case wire.RankMessages(data=encoded):
                 for each in encoded:
                     self._ranks.sent(member, each)
@@ -947,8 +964,8 @@ class NodeGroup(Peers):
                 self.events.measured(usages)
 
 
-class FleetGroup(NodeGroup, Agent):
-    """A group's side of a fleet whose nodes the director has meet: its peers, and its agent."""
+class FleetGroup(NodeGroup):
+    """A group's side of a fleet whose nodes the director has meet; all of its agents are on nodes."""
 
     def __init__(
         self, fleet: NodeFleet, settings: AgentSettings, events: WorkerGroup, directory: Path, address: str
@@ -958,6 +975,10 @@ class FleetGroup(NodeGroup, Agent):
         The ranks' store is at `address`.
         """
         super().__init__(fleet, settings, events, directory, address)
+        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        # torchelastic's layout: attempts below it, ranks below those.
+        self._logs = Path(tempfile.mkdtemp(prefix=f"{settings.run_id}_", dir=settings.log_dir))
+        self._attempt_logs = self._logs
         store = host_store(address, port_range(fleet.conf.options.ports))
         self._store: dist.TCPStore | None = store
         conf, kept = fleet.conf, events.keep
@@ -985,7 +1006,12 @@ class FleetGroup(NodeGroup, Agent):
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
-    # --- the agent: on any thread ------------------------------------------------------------------
+    @property
+    def log_directory(self) -> Path:
+        """Where this machine keeps the logs of the present attempt."""
+        return self._attempt_logs
+
+    # --- orders, on any thread ---------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin."""
@@ -998,26 +1024,23 @@ class FleetGroup(NodeGroup, Agent):
 
     def stop(self) -> None:
         """End the ranks, and then the agents, which may not have started."""
-        self._ordered(director.StopOrdered)
+        self._ordered(Order.STOP_AGENT)
 
     def restart(self) -> None:
         """End the ranks, and start new ones."""
-        self._ordered(lambda: director.RestartOrdered(self.events.attempt))
+        self._ordered(Order.RESTART_AGENT)
 
     def rejoin(self) -> None:
         """Repeat the rendezvous after a membership change, with other ranks."""
-        self._ordered(lambda: director.RejoinOrdered(self.events.attempt))
+        self._ordered(Order.REJOIN_NODES)
 
     def regroup(self) -> None:
         """Have the remaining ranks go on with their variables, without lost nodes."""
-        self._ordered(lambda: director.RegroupOrdered(self.events.attempt))
+        self._ordered(Order.REGROUP_NODES)
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         """Expect the exits of the ranks, and stop the `others`."""
-        self._ordered(lambda: director.ReleaseOrdered(self.events.attempt, succeeded, others))
-
-    def let_finish(self) -> None:
-        """Do nothing: each node waits for its own ranks."""
+        self._ordered(ReleaseWorkers(succeeded, others))
 
     def adopt(self, settings: AgentSettings) -> None:
         """Use these settings from now on."""
@@ -1037,20 +1060,20 @@ class FleetGroup(NodeGroup, Agent):
         """Wait for the end, for `timeout` seconds at most."""
         self._ended.wait(timeout)
 
-    def _ordered(self, order: Callable[[], DirectorEvent]) -> None:
+    def _ordered(self, order: Order | ReleaseWorkers) -> None:
         # On the hub's thread at once: later messages to ranks must not overtake the order.
-        self._fleet.hub.run(lambda: self.feed(order()), 0)
+        self._fleet.hub.run(lambda: self.feed(director.Ordered(self.events.attempt, order)), 0)
 
     def fail(self, error: BaseException) -> None:
         """End the group with this error."""
 
         def end() -> None:
             self._error = self._error or error
-            self.feed(director.StopOrdered())
+            self.feed(director.Ordered(self.events.attempt, Order.STOP_AGENT))
 
         self._fleet.hub.run(end, 0)
 
-    # --- the peers: on the hub's thread --------------------------------------------------------------
+    # --- orders, on the hub's thread -----------------------------------------------------------------
 
     def begin_attempt(self) -> None:
         """Forget the ranks of the attempt before."""
@@ -1095,7 +1118,7 @@ class FleetGroup(NodeGroup, Agent):
         """Send what is held, and do what is due."""
         self.flush()
         if time.monotonic() >= self._state.due:
-            self.feed(director.Tick())
+            self.feed(Trigger.TICK)
         if time.monotonic() >= self._lost_payload[0]:
             msg = (
                 f"the job's data did not arrive: a data connection from {self._lost_payload[1]} ended, "
@@ -1126,7 +1149,7 @@ class FleetGroup(NodeGroup, Agent):
                 except Exception as error:  # noqa: BLE001 - the group ends of it, and says why
                     _log.debug("a group on nodes could not do a step", exc_info=True)
                     self._error = self._error or error
-                    self._waiting.append(director.StopOrdered())
+                    self._waiting.append(director.Ordered(self.events.attempt, Order.STOP_AGENT))
         finally:
             self._feeding = False
 
@@ -1135,7 +1158,7 @@ class FleetGroup(NodeGroup, Agent):
             case director.BeginAttempt():
                 self._begin(action)
             case director.AllStarted(number, world_size):
-                self.events.attempt_started(number, world_size, tuple(self._ranks.workers))
+                self.events.attempt_started(number, world_size, ())
             case director.NodeOrder(node, message):
                 self._send_to(node, message)
             case director.AskForNodes(count):
@@ -1144,9 +1167,9 @@ class FleetGroup(NodeGroup, Agent):
                     self._fleet.remark_lost(count, self._state.lost)
             case director.DropNode(node, why):
                 self._fleet.drop(node, why)
-            case director.DirectorNote(text):
+            case Noticed(text=text):
                 self.events.noted(text)
-            case director.NodeWaits():
+            case Trigger():
                 self.events.node_waits()
             case director.EndAgent(error):
                 self._end(error)
@@ -1157,10 +1180,15 @@ class FleetGroup(NodeGroup, Agent):
         if self._fleet.signalled_node not in attempt.nodes:
             self._fleet.signalled = ""  # that node has gone; what ends from now on was not signalled
         if attempt.kept is None:
+            self._attempt_logs = self._logs / f"attempt_{attempt.number}"
             self.events.placed(*self._placement())
         else:
             self._renumber(attempt.kept)
-        self.events.attempt_starting(attempt.number, attempt.world_size, attempt.reason, attempt.kept)
+        # Only now is the backend known, unless ranks go on.
+        backend = self.events.backend
+        self.events.attempt_starting(
+            attempt.number, attempt.world_size, attempt.reason, backend=backend, kept=attempt.kept
+        )
         self._forget_timeout()
 
     def _renumber(self, kept: Mapping[int, int]) -> None:
@@ -1242,11 +1270,15 @@ class FleetGroup(NodeGroup, Agent):
                 self.feed(director.NodeMeets(node.name, after, error))
             case wire.PieceLost():
                 self.payload_lost(node.name)
-            case wire.Wrote(attempt=attempt, rank=rank) | wire.Gone(attempt=attempt, rank=rank) if (
-                attempt != self.events.attempt and rank in self._renumbered.get(attempt, ())
-            ):
+            case wire.Wrote(attempt=attempt, rank=rank) if rank in self._renumbered.get(attempt, ()):
                 now = {"attempt": self.events.attempt, "rank": self._renumbered[attempt][rank]}
                 super().receive(node, msgspec.structs.replace(message, **now), data)
+            case wire.Gone(attempt=attempt, exited=exited) if exited.rank in self._renumbered.get(
+                attempt, ()
+            ):
+                exited = msgspec.structs.replace(exited, rank=self._renumbered[attempt][exited.rank])
+                gone = wire.Gone(group=self.name, attempt=self.events.attempt, exited=exited)
+                super().receive(node, gone, data)
             case _:
                 super().receive(node, message, data)
 
@@ -1264,8 +1296,9 @@ class FleetGroup(NodeGroup, Agent):
         match message:
             case wire.Workers(attempt=attempt):
                 self.feed(director.WorkersStarted(member.name, attempt))
-            case wire.Gone(rank=rank, expected=expected):
+            case wire.Gone(exited=exited):
                 # The engine may end the node's ranks with it: do not start new ones there.
-                self.feed(director.RankGone(member.name, rank, expected or bool(self._fleet.signalled)))
+                expected = exited.expected or bool(self._fleet.signalled)
+                self.feed(director.RankGone(member.name, exited.rank, expected))
             case _:
                 pass

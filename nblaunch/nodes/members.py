@@ -17,10 +17,10 @@ from typing import BinaryIO
 import msgspec
 
 from nblaunch.diagnose.failures import NODE_LOST, value_lost
-from nblaunch.elastic.settings import Worker
 from nblaunch.group.group import WorkerGroup
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.link import IncomingTransfer, payload_of, with_payload
+from nblaunch.host import wire
+from nblaunch.host.link import IncomingTransfer, payload_of, with_payload
+from nblaunch.host.settings import Worker
 from nblaunch.protocol.messages import (
     Exited,
     Prepare,
@@ -111,8 +111,6 @@ class RemoteRanks:
         self._files = _LogFiles()
         self._unwritten: Counter[int] = Counter()
         """How many printed bytes of each rank were dropped because this disk is full."""
-        self.workers: list[Worker] = []
-        """Those that have been reported."""
 
     def node_of(self, rank: int) -> NodeMember | None:
         """Return the node that has this rank."""
@@ -143,30 +141,22 @@ class RemoteRanks:
         self._unwritten = Counter(
             {numbers[rank]: size for rank, size in self._unwritten.items() if rank in numbers}
         )
-        self.workers = [
-            msgspec.structs.replace(worker, rank=numbers[worker.rank])
-            for worker in self.workers
-            if worker.rank in numbers
-        ]
 
     def close(self) -> None:
         """Close the files, and forget all ranks."""
         self._files.close()
-        self._route, self.workers = {}, []
+        self._route = {}
         self._unwritten.clear()
 
-    def started(self, node: NodeMember, records: Iterable[Worker]) -> None:
-        """Report the start of a node's ranks."""
+    def started(self, node: NodeMember, records: Iterable[Worker], logs: Path) -> None:
+        """Report the start of a node's ranks, whose log files are to be below `logs`."""
         workers = []
         for record in records:
             if self._route.setdefault(record.rank, node) is not node:
                 continue
             node.ranks.add(record.rank)
-            stdout, stderr = self._files.add(
-                record.rank, self._events.log_directory / f"{node.name}-{record.rank}"
-            )
+            stdout, stderr = self._files.add(record.rank, logs / f"{node.name}-{record.rank}")
             workers.append(msgspec.structs.replace(record, stdout=stdout, stderr=stderr))
-        self.workers += workers
         self._events.node_started(tuple(workers))
 
     def wrote(self, node: NodeMember, message: wire.Wrote, data: memoryview) -> None:
@@ -212,18 +202,10 @@ class RemoteRanks:
 
     def gone(self, node: NodeMember, message: wire.Gone) -> None:
         """Report the exit of a rank."""
-        if message.rank not in node.ranks:
-            return
-        node.exited.add(message.rank)
-        exited = Exited(
-            rank=message.rank,
-            exitcode=message.exitcode,
-            time=time.time(),
-            expected=message.expected,
-            reason=message.reason,
-            details=message.details,
-        )
-        self._events.rank_gone(exited)
+        rank = message.exited.rank
+        if rank in node.ranks:
+            node.exited.add(rank)
+            self._events.rank_gone(msgspec.structs.replace(message.exited, time=time.time()))
 
     def lost(self, node: NodeMember, why: str, *, asked: bool, enough: bool) -> None:
         """Report the loss of a node, and of its ranks that have not exited."""

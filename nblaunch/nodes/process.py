@@ -17,9 +17,10 @@ import torch
 
 from nblaunch._devices import some_alone
 from nblaunch._errors import LaunchError, OptionError
-from nblaunch.elastic.placement import visible_gpus
+from nblaunch.host.join import PLACE
+from nblaunch.host.placement import visible_gpus
 from nblaunch.nodes.bootstrap import DOING
-from nblaunch.nodes.engine import PLACE, Allocation, Engine, NodeFate, NodeProgram, Wish
+from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish
 from nblaunch.protocol.messages import EngineSaid, EngineState
 
 _PER_CPU = 4

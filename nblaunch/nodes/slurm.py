@@ -17,9 +17,8 @@ from msgspec.structs import replace
 
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch._help import FailureKind
+from nblaunch.host.join import AT_END, PLACE
 from nblaunch.nodes.engine import (
-    AT_END,
-    PLACE,
     Allocation,
     Engine,
     NodeFate,

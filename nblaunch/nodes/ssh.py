@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
-from nblaunch.nodes.engine import PLACE, Allocation, Engine, NodeProgram, Wish, own_address
+from nblaunch.host.join import PLACE
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, Wish, own_address
 from nblaunch.nodes.process import ProgramPerNode
 
 _PROGRAM = "NBLAUNCH_SSH"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nblaunch.nodes.messages import Inventory
+from nblaunch.host.wire import Inventory
 
 _HERE = "the notebook's machine"
 _NAMES = 8

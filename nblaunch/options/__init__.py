@@ -17,7 +17,7 @@ Invariants:
     `to_line` writes it as a line that parses to an equal one.
   * An error names what was asked, what is true, and what to do. Nothing here prints or exits.
   * Values are judged without this machine. Whether it has the GPUs, the port or the handler is decided when
-    ranks are placed (`nblaunch.elastic`, `nblaunch.group`).
+    ranks are placed (`nblaunch.host`, `nblaunch.group`).
 
 Names and meanings are those of torchrun wherever torchrun has the option.
 
@@ -26,7 +26,6 @@ Modules, each after those that it imports:
     kinds     what a value may be: numbers, seconds, choices, endpoints, variables; one `Kind` for each
     table     one row and its columns; lookup of the nearest name; the table as Markdown and as help
     launch    `LaunchOptions`, the table itself
-    streams   which of the ranks' output is shown
     line      a magic's line, parsed by argparse; its help and its completion; the torchrun command that
               starts a script with the same options
 """

@@ -363,6 +363,18 @@ class LaunchOptions:
         """
         return kinds.node_limits(self.nnodes)
 
+    def shows(self, local_rank: int, stream: str) -> bool:
+        """Whether a stream of a local rank is shown; all of it is kept in files, and in the result.
+
+        >>> LaunchOptions(redirects="3", tee="0:1").shows(0, "stdout")
+        True
+        """
+        if self.local_ranks_filter is not None and local_rank not in self.local_ranks_filter:
+            return False
+        bit = {"stdout": 1, "stderr": 2}[stream]
+        kept, shown = (kinds.streams_of(each, local_rank) & bit for each in (self.redirects, self.tee))
+        return not kept or bool(shown)
+
     def to_line(self) -> str:
         """Return what to write after `%%distributed` for these options: those that are not the default.
 
@@ -399,9 +411,9 @@ LaunchOptions.__doc__ = f"{LaunchOptions.__doc__}\n{plain_help(OPTIONS)}\n"
 def with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptions:
     """Return options from checked values and, for what is not among them, `PET_` variables."""
     found = {
-        each.name: each.read(each.variable, os.environ[each.variable])
+        each.name: each.read(variable, os.environ[variable])
         for each in OPTIONS
-        if each.name not in values and each.variable is not None and each.variable in os.environ
+        if each.name not in values and (variable := each.variable) is not None and variable in os.environ
         # A notebook that once was a job of torchrun's may have PET_MODULE in its environment.
         if script or each.scope != "script"
     }

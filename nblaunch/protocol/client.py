@@ -35,7 +35,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 6
+CLIENT_PROTOCOL = 7
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""
@@ -224,21 +224,22 @@ class RankStatus(msgspec.Struct, frozen=True):
         return ", ".join(filter(None, (self.state, self.device, memory, cpu, self.waiting)))
 
 
-class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A session, as any client may see it; `session` is unique in the runtime, `name` is the user's."""
+class SessionRecord(msgspec.Struct, frozen=True):
+    """A session, as any client may see it; `name` is the user's, and `session` unique in the runtime."""
 
-    session: str
     name: str
-    placement: Placement
-    attempt: int
-    open: bool
-    detached: bool = False
-    linger_left: float | None = None
-    giver: ClientRecord | None = None
-    running: JobRecord | None = None
+    world_size: int = 0
+    backend: str = ""
+    attempt: int = 0
     ranks: tuple[RankStatus, ...] = ()
-    started: float = 0.0
     engine: EngineSaid | None = None
+    detached: bool = False
+    started: float = 0.0
+    running: str = ""
+    running_since: float | None = None
+    client: int | None = None
+    linger_left: float | None = None
+    session: str = ""
     grace: float = 0.0
     """How long its ranks, or those of its job, have after an interrupt, in seconds."""
 
@@ -324,7 +325,7 @@ class Stale(AnswerToClient, frozen=True):
 
 
 class Opened(AnswerToClient, frozen=True):
-    """Where the ranks will be; those of a session are being started. `unheeded` is a warning.
+    """Where the ranks are, or will be; those of a session are being started. `unheeded` is a warning.
 
     Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
     """
@@ -332,6 +333,15 @@ class Opened(AnswerToClient, frozen=True):
     placement: Placement
     unheeded: str = ""
     attempt: int = 0
+    session: str = ""
+    options: LaunchOptions | None = None
+    """Of a session to which the client attaches; so is what follows."""
+    names: tuple[Names, ...] = ()
+    """The variables that its ranks have."""
+    held_by: ClientRecord | None = None
+    """Another client, which gives the jobs: this one watches."""
+    watches_only: str = ""
+    """Why this client may give no job, if it may not."""
 
 
 class JobSnapshot(AnswerToClient, frozen=True):
@@ -381,18 +391,6 @@ class Forked(AnswerToClient, frozen=True):
     """A process was forked, and has ended; `architectures` are the GPUs that its torch has code for."""
 
     architectures: tuple[str, ...] = ()
-
-
-class Attached(AnswerToClient, frozen=True):
-    """The session, and the variables that its ranks have."""
-
-    session: SessionRecord
-    options: LaunchOptions
-    names: tuple[Names, ...] = ()
-    held_by: ClientRecord | None = None
-    """Another client, which gives the jobs: this one watches."""
-    watches_only: str = ""
-    """Why this client may give no job, if it may not."""
 
 
 # Requests.
@@ -533,7 +531,7 @@ class LateOf(Request[LateWarnings], frozen=True):
     job: int
 
 
-class AttachSession(Request[Attached], frozen=True):
+class AttachSession(Request[Opened], frozen=True):
     """Follow a session, and give it jobs unless another client does; with `take` in its place."""
 
     session: str = ""

@@ -2,7 +2,7 @@
 
 Every message is a frozen, tagged struct in MessagePack. Decoding never unpickles: pickles travel as opaque
 bytes inside `Payload`, and are opened only after the hub has authenticated the sender (see
-`nblaunch.group.hub`).
+`nblaunch.host.hub`).
 """
 
 from __future__ import annotations
@@ -883,6 +883,16 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     look: bool = False
     """Whether it changes nothing of what the notebook knows of the rank."""
     insight: Insight = Insight()
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """The titles of the files that its code was compiled under, as the user knows them."""
+        titles = {filename: title for filename, (title, _) in self.sources.items()}
+        if isinstance(self.job, CellJob):
+            titles[self.job.filename] = self.job.title
+        elif isinstance(self.job, ScriptJob) and self.job.file:
+            titles[self.job.file] = self.job.title
+        return titles
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):

@@ -19,7 +19,7 @@ _HOSTS_NAMED = 4
 _HOST_LINES = 12
 # Frames between the user's code and the process: ours, torchelastic's, IPython's, multiprocessing's.
 _OURS = re.compile(
-    r"(/nblaunch/((rank|probes|capture|elastic|group|protocol|testing)/|_\w+\.py)|/torch/distributed/elastic/"
+    r"(/nblaunch/((rank|probes|capture|host|group|protocol|testing)/|_\w+\.py)|/torch/distributed/elastic/"
     r"|/torch/multiprocessing/|/IPython/core/(interactiveshell|async_helpers)\.py"
     r"|/multiprocessing/(process|spawn|forkserver)\.py|/lib/python[\d.]+/contextlib\.py"
     r"|<frozen (runpy|importlib\._bootstrap(_external)?)>|/asyncio/(runners|base_events|events)\.py)"

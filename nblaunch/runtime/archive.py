@@ -161,13 +161,13 @@ class Archive:
 
     def add(self, job: RunningJob) -> None:
         """Take what is left of a job that has ended."""
-        state = job.job.state
+        state = job.state
         assert job.end is not None  # noqa: S101 - it has ended
         file = self._directory / f"job-{job.number}"
-        past = PastJob(job.record, job.order.options, job.end, job.events, job.job.late, file)
+        past = PastJob(job.record, job.order.options, job.end, job.events, job.late, file)
         if self._keep:
             state, displays = bounded(state, self._bounds.state)
-            past.state, past.values = state, job.job.taken_values()
+            past.state, past.values = state, job.taken_values()
             if displays:
                 past.drop(f"{displays} of the oldest displays")
         else:

@@ -13,10 +13,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,22 +24,8 @@ from nblaunch._help import FailureKind
 from nblaunch._peer import peer_of
 from nblaunch._registry import release_of_torch
 from nblaunch._version import __version__
-from nblaunch.group.hub import Hub
-from nblaunch.protocol.client import (
-    PROTOCOL,
-    AnswerToClient,
-    ClientNote,
-    ClientRecord,
-    ClientRequest,
-    ErrorRecord,
-    Introduce,
-    NamesChanged,
-    RequestFailed,
-    RuntimeEvent,
-    RuntimeWelcome,
-    decode_note,
-    decode_request,
-)
+from nblaunch.host.hub import Hub
+from nblaunch.protocol import client as wire
 from nblaunch.protocol.framing import LIMIT, LIMIT_BEFORE_WELCOME, Frame, FrameKind, Frames, header
 from nblaunch.protocol.messages import ProtocolError, encode
 
@@ -88,7 +73,6 @@ class _Outbox:
         return self._folded - (first.size if first is not None and first.folded else 0)
 
     def put(self, kind: FrameKind, number: int, body: bytes) -> _Queued:
-        """Queue a frame, and return it."""
         if not self._queue:
             self.accepted = time.monotonic()
         frame = _Queued(header(kind, number, len(body)), body, kind is FrameKind.FOLDED)
@@ -144,25 +128,29 @@ class _Outbox:
         return buffers
 
 
-@dataclass(frozen=True)
-class _Handlers:
-    """What the owner of the connections does with them."""
+class ConnectionOwner(Protocol):
+    """What the owner of the connections does with them, on the hub's thread.
 
-    handle: Callable[[ClientConnection, int, ClientRequest], None]
-    welcome: Callable[[ClientConnection, Introduce], RuntimeWelcome]
-    lost: Callable[[ClientConnection], None]
-    caught_up: Callable[[ClientConnection], None]
+    `handle` gets a request and its number; what it raises is the answer. `lost` gets a client that was
+    welcome and is gone. `caught_up` gets one that has missed folded messages and reads again.
+    """
+
+    def handle(self, connection: ClientConnection, number: int, request: wire.ClientRequest, /) -> None: ...
+    def welcome(self, connection: ClientConnection, introduce: wire.Introduce, /) -> wire.RuntimeWelcome: ...
+    def note(self, note: wire.ClientNote, /) -> None: ...
+    def lost(self, connection: ClientConnection, /) -> None: ...
+    def caught_up(self, connection: ClientConnection, /) -> None: ...
 
 
 class ClientConnection:
     """One client; only for the hub's thread. What it is sent after its end is dropped."""
 
     def __init__(
-        self, hub: Hub, number: int, client: socket.socket, owner: _Handlers, token: str | None
+        self, hub: Hub, number: int, client: socket.socket, owner: ConnectionOwner, token: str | None
     ) -> None:
         """Serve `client`, which need not have a token if that is None."""
         self.number = number
-        self.introduced: Introduce | None = None
+        self.introduced: wire.Introduce | None = None
         """Its introduction, without the token; None until it is authenticated."""
         self.since = time.time()
         self.behind = False
@@ -173,7 +161,7 @@ class ClientConnection:
         self._frames = Frames(LIMIT_BEFORE_WELCOME)
         self._outbox = _Outbox(client)
         self._failed = self._awaits_room = False
-        self._names: dict[tuple[str, int], tuple[_Queued | None, NamesChanged]] = {}
+        self._names: dict[tuple[str, int], tuple[_Queued | None, wire.NamesChanged]] = {}
         """By session and rank, what was sent last of its variables, if no other event has followed."""
         self._introduce_until = time.monotonic() + _INTRODUCE_SECONDS
         self._pid = peer_of(client).pid
@@ -184,15 +172,14 @@ class ClientConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
         return self._socket.fileno() < 0
 
     @property
-    def record(self) -> ClientRecord:
+    def record(self) -> wire.ClientRecord:
         """Who it is. Only once it is authenticated."""
         known = self.introduced
         assert known is not None  # noqa: S101 - all who ask have one that was welcome
-        return ClientRecord(
+        return wire.ClientRecord(
             pid=known.pid,
             node=known.node,
             name=known.name,
@@ -222,16 +209,14 @@ class ClientConnection:
             "stop the session. Give it jobs from the Python that has started it."
         )
 
-    def answer(self, number: int, answer: AnswerToClient) -> None:
-        """Answer request `number`."""
+    def answer(self, number: int, answer: wire.AnswerToClient) -> None:
         self._put(FrameKind.STRUCT, number, encode(answer))
 
-    def event(self, event: RuntimeEvent) -> None:
-        """Send an event."""
+    def event(self, event: wire.RuntimeEvent) -> None:
         self._names.clear()  # none after it stands for one before it: ranks may have other numbers
         self._put(FrameKind.EVENT, 0, encode(event))
 
-    def names(self, event: NamesChanged) -> None:
+    def names(self, event: wire.NamesChanged) -> None:
         """Send which variables a rank has; in the place of what a client that does not read has of it."""
         rank = event.session, event.names.rank
         frame, waiting = self._names.get(rank, (None, None))
@@ -240,7 +225,7 @@ class ClientConnection:
             event = msgspec.structs.replace(event, names=names)
         self._names[rank] = self._put(FrameKind.EVENT, 0, encode(event)), event
 
-    def last_event(self, event: RuntimeEvent) -> None:
+    def last_event(self, event: wire.RuntimeEvent) -> None:
         """Send the event that ends a job: no state will follow that stands for what was folded before."""
         self._outbox.keep_folded()
         self.event(event)
@@ -349,29 +334,31 @@ class ClientConnection:
         if frame.kind is not FrameKind.STRUCT:
             msg = f"A {frame.kind.name} frame from client {self.number} is no request"
             raise ProtocolError(msg)
-        request = decode_request(frame.body, f"client {self.number}")
+        request = wire.decode_request(frame.body, f"client {self.number}")
         if self.introduced is None:
             self._admit(frame.number, request)
             return
-        if isinstance(request, Introduce):
+        if isinstance(request, wire.Introduce):
             msg = f"client {self.number} has introduced itself twice"
             raise ProtocolError(msg)
         try:
             self._owner.handle(self, frame.number, request)
         except Exception as error:  # noqa: BLE001 - the client gets it
             _log.exception("the runtime could not carry out %s of client %d", _kind(request), self.number)
-            self.answer(frame.number, RequestFailed(error=ErrorRecord.of(error)))
+            self.answer(frame.number, wire.RequestFailed(error=wire.ErrorRecord.of(error)))
 
-    def _admit(self, number: int, request: ClientRequest) -> None:
-        if not isinstance(request, Introduce):
+    def _admit(self, number: int, request: wire.ClientRequest) -> None:
+        if not isinstance(request, wire.Introduce):
             self._refuse(number, f"its first request is {_kind(request)}, and not an introduction")
-        elif request.protocol != PROTOCOL:
+        elif request.protocol != wire.PROTOCOL:
             why = (
-                f"it uses protocol {request.protocol}, and the runtime protocol {PROTOCOL}; "
+                f"it uses protocol {request.protocol}, and the runtime protocol {wire.PROTOCOL}; "
                 "use the runtime's version, or stop the runtime with it"
             )
             self._refuse(number, why, request.version)
-        elif self._token is not None and not _equal(request.token, self._token):
+        elif self._token is not None and not hmac.compare_digest(
+            request.token.encode(errors="surrogatepass"), self._token.encode()
+        ):
             self._refuse(number, "its token is not that of this runtime", request.version)
         else:
             self.introduced = msgspec.structs.replace(request, token="")
@@ -381,7 +368,7 @@ class ClientConnection:
             except Exception as error:  # noqa: BLE001 - the client gets it
                 _log.exception("the runtime could not welcome client %d", self.number)
                 self.introduced = None
-                self.answer(number, RequestFailed(error=ErrorRecord.of(error)))
+                self.answer(number, wire.RequestFailed(error=wire.ErrorRecord.of(error)))
                 self._end()
 
     def _refuse(self, number: int, why: str, version: str = "of an unknown version") -> None:
@@ -390,12 +377,8 @@ class ClientConnection:
         if self.introduced is None:
             ours = __version__
             text = f"A client with nblaunch {version} was refused by a runtime with nblaunch {ours}: {why}."
-            self.answer(
-                number,
-                RequestFailed(
-                    error=ErrorRecord.of(LaunchError(text, phase="runtime", kind=FailureKind.OTHER_VERSION))
-                ),
-            )
+            error = LaunchError(text, phase="runtime", kind=FailureKind.OTHER_VERSION)
+            self.answer(number, wire.RequestFailed(error=wire.ErrorRecord.of(error)))
         self._end()
 
     def _end(self) -> None:
@@ -408,27 +391,12 @@ class ClientConnection:
 class Connections:
     """All clients of this runtime, and the sockets where they come in.
 
-    All methods, and the calls of the owner's functions, are for the hub's thread.
+    All methods are for the hub's thread.
     """
 
-    def __init__(  # noqa: PLR0913 - four functions of the owner
-        self,
-        hub: Hub,
-        *,
-        token: str,
-        handle: Callable[[ClientConnection, int, ClientRequest], None],
-        welcome: Callable[[ClientConnection, Introduce], RuntimeWelcome],
-        lost: Callable[[ClientConnection], None],
-        caught_up: Callable[[ClientConnection], None],
-    ) -> None:
-        """Serve clients that know `token`.
-
-        `handle` gets a request and its number; what it raises is the answer. `lost` gets a client that was
-        welcome and is gone. `caught_up` gets one that has missed folded messages and reads again.
-        """
-        self._hub = hub
-        self._token = token
-        self._owner = _Handlers(handle, welcome, lost, caught_up)
+    def __init__(self, hub: Hub, token: str, owner: ConnectionOwner) -> None:
+        """Serve clients that know `token`."""
+        self._hub, self._token, self._owner = hub, token, owner
         self._numbers = itertools.count(1)
         self._clients: list[ClientConnection] = []
         self._listening: dict[Path, socket.socket] = {}
@@ -447,10 +415,10 @@ class Connections:
         listener.listen()
         self._look_at(listener)
 
-    def listen_for_notes(self, path: Path, take: Callable[[ClientNote], None]) -> None:
+    def listen_for_notes(self, path: Path) -> None:
         """Take notes at `path`: datagrams of the token and a note. Others are dropped."""
         notes = self._bind(path, socket.SOCK_DGRAM)
-        self._hub.watch_fd(notes.fileno(), lambda _: self._take_note(notes, take))
+        self._hub.watch_fd(notes.fileno(), lambda _: self._take_note(notes))
 
     def adopt(self, client: socket.socket) -> ClientConnection:
         """Serve a client that need not have the token: only this runtime's owner has the other end."""
@@ -513,14 +481,14 @@ class Connections:
         self._clients.append(connection)
         return connection
 
-    def _take_note(self, notes: socket.socket, take: Callable[[ClientNote], None]) -> None:
+    def _take_note(self, notes: socket.socket) -> None:
         token = self._token.encode()
         with contextlib.suppress(BlockingIOError):
             # Few wait at a time, and who sends one does not wait.
             while data := notes.recv(_NOTE_BYTES):
                 if hmac.compare_digest(data[: len(token)], token):
                     with contextlib.suppress(ProtocolError):
-                        take(decode_note(data[len(token) :], "a client"))
+                        self._owner.note(wire.decode_note(data[len(token) :], "a client"))
 
     def _finish_turn(self) -> float:
         now = time.monotonic()
@@ -533,11 +501,7 @@ class Connections:
         return min(due, default=math.inf)
 
 
-def _equal(token: str, ours: str) -> bool:
-    return hmac.compare_digest(token.encode(errors="surrogatepass"), ours.encode())
-
-
-def _kind(request: ClientRequest) -> str:
+def _kind(request: wire.ClientRequest) -> str:
     return type(request).__name__
 
 

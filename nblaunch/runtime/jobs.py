@@ -6,9 +6,7 @@ Everything here runs on the hub's thread, unless a method says otherwise.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,10 +22,9 @@ from nblaunch._results import EventLog
 from nblaunch.capture.shared_memory import hold
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
-from nblaunch.group.usage import SeenGpus
-from nblaunch.options.streams import OutputFilter
+from nblaunch.group.lifecycle import JobState
+from nblaunch.host.hub import Hub
 from nblaunch.protocol.client import (
     ClientRecord,
     ErrorRecord,
@@ -40,7 +37,6 @@ from nblaunch.protocol.client import (
     PayloadKept,
     Question,
     RankLogFiles,
-    RuntimeEvent,
 )
 from nblaunch.protocol.messages import (
     Answer,
@@ -61,8 +57,8 @@ _TICK_SECONDS = 0.05
 _FILE_SECONDS = 10.0
 
 
-class RunningJob:
-    """A job that a client has given, until no result refers to it."""
+class RunningJob(Job):
+    """A job that a client has submitted, until no result refers to it."""
 
     def __init__(
         self,
@@ -76,6 +72,19 @@ class RunningJob:
 
         `tenure` is the session's. Raises `OSError` if the client has gone already.
         """
+        self._brought = ExitStack()
+        self._began = time.monotonic()
+        options = order.options
+        super().__init__(
+            self._held(order, directory, tenure),
+            JobState(
+                decode_state(order.state),
+                internal=order.internal,
+                ending=Ending.of(options.timeout, options.hang_after, self._began),
+            ),
+            options=options,
+            directory=directory,
+        )
         self.number = order.number
         self.order = order
         self.given_by = given_by
@@ -89,48 +98,24 @@ class RunningJob:
         self._values_released = False
         self.started = time.time()
         self.end: JobEnd | None = None
-        self.ended: float | None = None
-        self.logs: Path | None = None
-        """The private directory of its logs, if it has one of its own."""
+        self._ended_at: float | None = None
+        self.private_logs: Path | None = None
+        """The directory of its logs, if it has one of its own."""
         self.events = EventLog()
         self.group: WorkerGroup | None = None
-        self.finished = threading.Event()
-        """Set once its session can take another one; for any thread."""
-        self.released: Callable[[], None] = lambda: None
-        """Called after that, where no result refers to the job any more."""
-        self.over: Callable[[], None] = lambda: None
+        self.when_over: list[Callable[[], None]] = []
         """Called once it has ended."""
         self.ended_with = ""
         """What ends it besides itself: another client stops the session."""
         self.let_go: Callable[[], None] = lambda: None
         """Called once no result refers to it."""
-        self._began = time.monotonic()
-        self._brought = ExitStack()
-        self._prepare: Prepare | None = None
-        self._measuring: ExitStack | None = None
+        self._measured_by: WorkerGroup | None = None
         self._interrupted = False
         """Whether that was before it began."""
-        self.job = self._made(order, directory, tenure)
-        path = order.options.metrics_file
+        path = options.metrics_file
         self._file = None if path is None or order.internal else MetricsFile(path)
         self._file_due: float | None = None
-        if self._file is not None:
-            self.job.listeners.append(self._file.take)
-        self.job.when_ended.append(self._job_ended)
-
-    def _made(self, order: JobOrder, directory: Callable[[], Path], tenure: int) -> Job:
-        job = Job(
-            self._held(order, directory, tenure),
-            decode_state(order.state),
-            internal=order.internal,
-            output=OutputFilter.of(order.options),
-            directory=directory,
-            ending=Ending.of(order.options.timeout, order.options.hang_after, self._began),
-        )
-        job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
-        job.asked = self._asked
-        job.listeners.append(self._publish)
-        return job
+        self.listeners += [self._publish] if self._file is None else [self._publish, self._file.take]
 
     def _held(
         self, order: JobOrder, directory: Callable[[], Path], tenure: int
@@ -157,21 +142,17 @@ class RunningJob:
 
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
         """Give the job to a group, unless it was interrupted before."""
-        self.group, self._prepare, self._hub = group, prepare, hub
+        self.group, self._hub = group, hub
         if self._interrupted:
-            self._give_up()
+            ending = replace(self.known.ending, begun=True, interrupted=True, where=self.state.where)
+            self.known = replace(self.known, ending=ending)
+            self.finish(time.time())
             if not group.keep:
                 group.abandon()
             return
-        group.begin(self.job, prepare)
+        group.begin(self, prepare)
         group.start()
-
-    def _give_up(self) -> None:
-        known, where = self.job.known, self.job.state.where
-        self.job.known = replace(
-            known, interrupted=True, ending=replace(known.ending, begun=True, where=where)
-        )
-        self.job.end(time.time())
+        hub.after_turn.append(self._due)
 
     def interrupt(self, *, sparing: bool = False) -> None:
         """Interrupt the job; the second time its ranks are ended, unless `sparing` them.
@@ -180,31 +161,39 @@ class RunningJob:
         """
         if self.group is None:
             self._interrupted = True
-        elif not (self.order.look and self.job.known.ending.begun):
-            self.group.interrupt(self.job, sparing=sparing or self.order.look)
+        elif not (self.order.look and self.known.ending.begun):
+            self.group.interrupt(self, sparing=sparing or self.order.look)
 
-    def tick(self, now: float) -> None:
-        """Measure a job that takes a while; `now` is monotonic."""
-        if self._measuring is None and self.order.usage and now - self._began >= _YOUNG_SECONDS:
-            self._measure()
-        if self._file is not None and self._file_due is not None and now >= self._file_due:
-            self._file_is_whole(f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
+    def _due(self) -> float:
+        """Do what is due after a turn of the hub; return in how many seconds the next is."""
+        now = time.monotonic()
+        if self._file_due is not None:
+            if now >= self._file_due:
+                why = f"metrics_file={self.order.options.metrics_file!r}: the disk hangs"
+                self._hub.call(lambda: self._file_is_whole(why))
+            return max(self._file_due - now, _TICK_SECONDS)
+        if self._measured_by is not None or not self.order.usage:
+            return math.inf
+        if now < self._began + _YOUNG_SECONDS:
+            return self._began + _YOUNG_SECONDS - now
+        self._measure()
+        return _TICK_SECONDS
 
     def _measure(self) -> None:
-        group, job = self.group, self.job
-        if group is None or self._prepare is None or job.ended.is_set():
-            return
-        seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
-        measuring = ExitStack()
+        group = self.group
+        if group is None:
+            return  # it has not begun
         with contextlib.suppress(RuntimeError):  # the system refuses a thread: the next tick asks again
-            measuring.enter_context(group.measuring(lambda: job.state, seen, wanted=True))
-            self._measuring = measuring
+            group.measure(wanted=True)
+            self._measured_by = group
 
-    def _job_ended(self) -> None:
-        if self._measuring is not None:
-            self._measuring.close()
+    def finish(self, when: float, error: BaseException | None = None) -> None:
+        """End the job: its clients are told, and its session can take another one."""
+        super().finish(when, error)
+        if self._measured_by is not None:
+            self._measured_by.measure(wanted=False)
         if self._file is None:
-            self._end()
+            self._conclude()
         else:
             # The result comes when the file has all: who waits for the one reads the other.
             file, hub = self._file, self._hub
@@ -213,47 +202,47 @@ class RunningJob:
 
     def _file_is_whole(self, problem: str) -> None:
         if self.end is None:
-            self.job.late += [problem] if problem else []
-            self._end()
+            self.late += [problem] if problem else []
+            self._conclude()
 
-    def _end(self) -> None:
-        job, group = self.job, self.group
-        error, early = job.error, job.known.ending.early
+    def _conclude(self) -> None:
+        group, error, early = self.group, self.error, self.known.ending.early
         if self.ended_with:
             error, early = LaunchError(self.ended_with, phase="job", kind=FailureKind.SESSION_ENDED), None
         self.end = JobEnd(
             error=None if error is None else ErrorRecord.of(error),
-            launch_failure=job.launch_failure,
-            interrupted=job.known.interrupted,
+            launch_failure=self.known.launch_failure,
+            interrupted=self.known.ending.interrupted,
             early=early,
-            logs={attempt: tuple(ranks.values()) for attempt, ranks in job.logs.items()},
-            log_dir="" if group is None else str(own_directory(job, group.settings) or ""),
+            logs={attempt: tuple(ranks.values()) for attempt, ranks in self.logs.items()},
+            log_dir="" if group is None else str(own_directory(self, group.settings) or ""),
             backend="" if group is None else group.backend,
         )
-        self.ended = time.time()
+        self._ended_at = time.time()
         if group is not None:
             self.events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
+            if self._due in self._hub.after_turn:
+                self._hub.after_turn.remove(self._due)
         self._brought.close()
         for connection in self.watchers:
             if connection.behind:
                 connection.event(self.refreshed(connection))
             connection.last_event(JobEnded(job=self.number, end=self.end))
         self._takers, self.watchers = self.watchers, set()
-        self.over()
-        self.finished.set()
-        self.released()
+        for act in self.when_over:
+            act()
 
-    def release_values(self) -> None:
-        """Close what the ranks have returned."""
+    def let_values_go(self) -> None:
+        """Close what the ranks have returned: whoever watches the job now gets no values."""
         self._values_released = True
-        self.job.release_values()
+        self.release_values()
 
     def taken_by(self, connection: ClientConnection) -> None:
         """Know that a client has mapped the values; the last one that was told of them releases them."""
         if connection in self._takers:
             self._takers.discard(connection)
             if not self._takers:
-                self.release_values()
+                self.let_values_go()
 
     # --- those who watch -----------------------------------------------------------------------------
 
@@ -261,16 +250,17 @@ class RunningJob:
         for connection in self.watchers:
             connection.folded(self.number, raw)
 
-    def _tell(self, event: RuntimeEvent) -> None:
+    def payload_kept(self) -> None:
+        """Tell those who watch that all ranks have what the job brings."""
         for connection in self.watchers:
-            connection.event(event)
+            connection.event(PayloadKept(job=self.number))
 
-    def _asked(self, asked: Asked) -> None:
+    def asked(self, message: Asked) -> None:
         """Ask the process that gives jobs, where it watches; later it finds the question in its snapshot."""
         there = [each for each in self.watchers if self.is_of(each)]
         if there:
             chosen = self.giver if self.giver in there else there[0]
-            chosen.event(Question(job=self.number, asked=asked))
+            chosen.event(Question(job=self.number, asked=message))
 
     def is_of(self, connection: ClientConnection) -> bool:
         """Whether this client's user may interrupt the job, and answers its questions."""
@@ -278,7 +268,7 @@ class RunningJob:
 
     def questions_for(self, connection: ClientConnection) -> tuple[Asked, ...]:
         """Return the open questions, where this client is to ask them."""
-        return self.job.known.questions if self.is_of(connection) else ()
+        return self.known.questions if self.is_of(connection) else ()
 
     def reply(self, rank: int, answer: Answer) -> None:
         """Send a rank what the user has typed."""
@@ -298,15 +288,15 @@ class RunningJob:
         return JobRecord(
             number=self.number,
             title=self.order.title,
-            state=self.job.state.summary.value,
+            state=self.state.summary.value,
             started=self.started,
-            ended=self.ended,
+            ended=self._ended_at,
             given_by=self.given_by.name,
         )
 
     def snapshot(self, connection: ClientConnection) -> JobSnapshot:
         """Return all that this client needs to follow the job from here."""
-        state = self.job.state
+        state = self.state
         if self._values_released:
             state = without_values(
                 state, "those who waited for the job have taken it, and it is kept no longer"
@@ -326,7 +316,7 @@ class RunningJob:
         """Return what a client needs that has missed what was folded."""
         return JobRefreshed(
             job=self.number,
-            state=encode_state(self.job.state),
+            state=encode_state(self.state),
             questions=self.questions_for(connection),
             logs=self._log_files(),
         )
@@ -334,7 +324,7 @@ class RunningJob:
     def _log_files(self) -> dict[int, tuple[RankLogFiles, ...]]:
         if self.end is not None:
             return self.end.logs
-        return {} if self.group is None else self.group.logs_so_far(self.job)
+        return {} if self.group is None else self.group.logs_so_far(self)
 
 
 def without_values(state: RunState, why: str) -> RunState:
@@ -348,57 +338,3 @@ def _without_value(known: RankState, why: str) -> RankState:
     if known.value is None or known.value.inline is not None:
         return known
     return replace(known, value=None, value_not_sent=why)
-
-
-class Jobs:
-    """All jobs of a runtime, by number."""
-
-    def __init__(self, hub: Hub) -> None:
-        """Follow the clock of `hub`."""
-        self._jobs: dict[int, RunningJob] = {}
-        self._running: list[RunningJob] = []
-        self._tick_at = 0.0
-        hub.after_turn.append(self._tick)
-
-    def add(self, job: RunningJob) -> None:
-        """Keep a job."""
-        self._jobs[job.number] = job
-        self._running.append(job)
-
-    def get(self, number: int) -> RunningJob | None:
-        """Return a job, None if it is unknown."""
-        return self._jobs.get(number)
-
-    def forget(self, number: int) -> RunningJob | None:
-        """Drop a job to which no result refers."""
-        return self._jobs.pop(number, None)
-
-    def leave(self, connection: ClientConnection) -> list[int]:
-        """Send a connection nothing more; return the internal jobs that nobody else will release."""
-        left = []
-        for job in self._jobs.values():
-            given = job.giver is connection
-            job.leave(connection)
-            if given and job.order.internal:
-                left.append(job.number)
-        return left
-
-    def results_of(self, pid: int) -> dict[int, int]:
-        """Return the jobs to which results of a process refer, and how many each."""
-        return {number: job.results[pid] for number, job in self._jobs.items() if job.results[pid]}
-
-    def watched_by(self, connection: ClientConnection) -> list[RunningJob]:
-        """Return the jobs that a connection watches."""
-        return [job for job in self._jobs.values() if connection in job.watchers]
-
-    def _tick(self) -> float:
-        """Let time pass for the jobs that have not ended; return in how many seconds this is due again."""
-        if not self._running:
-            return math.inf
-        now = time.monotonic()
-        if now >= self._tick_at:
-            self._tick_at = now + _TICK_SECONDS
-            self._running = [job for job in self._running if job.end is None]
-            for job in self._running:
-                job.tick(now)
-        return self._tick_at - now

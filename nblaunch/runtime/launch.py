@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,22 +14,22 @@ from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.elastic import descriptors, rendezvous
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.process_options import process_settings
-from nblaunch.elastic.settings import DIRECTED, AgentSettings, RendezvousConfig
-from nblaunch.group.group import Connected, ConnectPeers, WorkerGroup
-from nblaunch.group.hub import Hub
+from nblaunch.group.group import MakeHosts, WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
+from nblaunch.host import descriptors, rendezvous
+from nblaunch.host.forkserver import Server
+from nblaunch.host.key import KEY_FILE, join_command, read_or_make_key
+from nblaunch.host.process_options import process_settings
+from nblaunch.host.ranks import GroupHost, RankHost
+from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes.byhand import JoinEngine
 from nblaunch.nodes.engine import Wish, engine_of, nodes_of, wish_of
 from nblaunch.nodes.fleet import FleetSettings, NodeFleet
-from nblaunch.nodes.key import KEY_FILE, join_command, read_or_make_key
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.protocol.client import Caller, JobOrder, OpenRanks, Placement
-from nblaunch.protocol.messages import Phase, Prepare
+from nblaunch.protocol.client import Caller, JobOrder, OpenRanks
+from nblaunch.protocol.messages import Phase
 from nblaunch.runtime.place import PlacedRanks
 
 _UNLIMITED = 2**31 - 1
@@ -54,7 +54,6 @@ class HeldNodes:
         return self._wanted == _nodes_wanted(options) and not self._over
 
     def learn(self, order: JobOrder) -> None:
-        """Take what a job that these nodes will be given needs of the notebook's own modules."""
         if order.code is not None:
             self.fleet.code.learn(order.code)
 
@@ -127,23 +126,10 @@ def _hold_nodes(local: LocalRuntime, request: OpenRanks, remark: Callable[[str],
     return held
 
 
-def _make_room_on_nodes(options: LaunchOptions, there: PlacedRanks) -> None:
-    """Refuse more nodes than this process may be connected to."""
-    least, _ = nodes_of(options, decoded(there.prepare.environ))
-    descriptors.make_room_for_nodes(least, there.placement.nproc)
-
-
 class FreshRanks:
     """The ranks of one run: a standby group of their shape, if there is one, else others."""
 
-    def __init__(
-        self,
-        local: LocalRuntime,
-        request: OpenRanks,
-        there: PlacedRanks,
-        caller: Caller,
-    ) -> None:
-        """Start nothing yet."""
+    def __init__(self, local: LocalRuntime, request: OpenRanks, there: PlacedRanks, caller: Caller) -> None:
         self.remark: Callable[[str], None] = lambda _: None
         """Is called with the command by which other nodes join, if they need one."""
         self.nodes: HeldNodes | None = None
@@ -158,16 +144,15 @@ class FreshRanks:
     def take(self, order: JobOrder) -> GroupAndLogs:
         """Return the group, which may be started already; `used` must be called once the run is over."""
         local, request = self._local, self._request
+        _make_way(local, self.place)
         # The job's own: its client has made the directory of logs meanwhile.
-        options, placement, prepare = order.options, self.place.placement, self.place.prepare
-        local.server.ensure_running()
-        _wait_for_gpus(local, placement)
-        settings = settings_of(options, placement, decoded(prepare.environ), self._caller, local)
+        options, settings = order.options, settings_of(order.options, self.place, self._caller, local)
         # Binding to a GPU's CPUs asks the device, which ranks that may never be used must leave alone.
-        if options.log_dir is None and options.numa_binding is None and settings.rdzv is None:
+        if options.log_dir is None and options.numa_binding is None and not settings.nodes:
             # Of the options, what its agent heeds before it adopts those of the run.
-            shape = LaunchOptions(
-                role=options.role,
+            of_node = {each.name: getattr(options, each.name) for each in OPTIONS if each.scope == "node"}
+            shape = replace(
+                LaunchOptions(**{**of_node, "nproc_per_node": settings.nproc}),
                 max_restarts=options.max_restarts,
                 monitor_interval=options.monitor_interval,
                 shutdown_timeout=options.shutdown_timeout,
@@ -177,21 +162,10 @@ class FreshRanks:
         made = local.standby.take(self._shape)
         if made is not None:
             made.group.adopt(settings)
-        elif options.on is not None:
-            made = self._on_nodes(settings, order)
         else:
-            descriptors.make_room(settings.nproc)
-            peers = _peers(local, options, prepare, request.join_key, self.remark)
-            made = new_group(local, settings, peers, options.log_dir)
+            made = _ranks_with(settings, local, request, self.place, self.remark, self.nodes, order).made
         local.will_leave(made.group)
         return made
-
-    def _on_nodes(self, settings: AgentSettings, order: JobOrder) -> GroupAndLogs:
-        local, options = self._local, order.options
-        _make_room_on_nodes(options, self.place)
-        nodes = self.nodes or _hold_nodes(local, self._request, self.remark)
-        nodes.learn(order)
-        return _group_on(nodes, nodes.use(), local, settings, options.log_dir)
 
     def used(self) -> None:
         """Record that the run is over: the next standby group may be prepared."""
@@ -219,50 +193,67 @@ def session_ranks(
     remark: Callable[[str], None],
 ) -> KeptRanks:
     """Return the ranks of a session; `remark` will be called with what people must do for its nodes."""
-    options, placement, prepare = request.options, there.placement, there.prepare
-    if options.on is None:
-        descriptors.make_room(placement.nproc)
-    else:
-        _make_room_on_nodes(options, there)
-    local.server.ensure_running()
-    _wait_for_gpus(local, placement)
-    settings = settings_of(options, placement, decoded(prepare.environ), caller, local)
-    if options.on is not None:
-        # How often its ranks are replaced has no limit; this is how often a node is.
-        nodes = _hold_nodes(local, request, remark)
-        leave = nodes.use()
-        made = _group_on(nodes, leave, local, settings, options.log_dir, keep=True)
-        return KeptRanks(made, there, nodes, leave)
-    restarts = options.max_restarts or _UNLIMITED
-    settings = replace(settings, options=replace(options, max_restarts=restarts))
-    # Nobody joins, and nothing is to be remarked.
-    peers = _peers(local, options, prepare, "", lambda _: None)
-    return KeptRanks(new_group(local, settings, peers, options.log_dir, keep=True), there)
+    _make_way(local, there)
+    settings = settings_of(request.options, there, caller, local)
+    if request.options.on is None:
+        # On nodes, how often its ranks are replaced has no limit; this is how often a node is.
+        restarts = request.options.max_restarts or _UNLIMITED
+        settings = replace(settings, options=replace(request.options, max_restarts=restarts))
+    return _ranks_with(settings, local, request, there, remark, keep=True)
 
 
-def _wait_for_gpus(local: LocalRuntime, placement: Placement) -> None:
+def _ranks_with(  # noqa: PLR0913, PLR0917 - ranks, and what they are on
+    settings: AgentSettings,
+    local: LocalRuntime,
+    request: OpenRanks,
+    there: PlacedRanks,
+    remark: Callable[[str], None],
+    nodes: HeldNodes | None = None,
+    order: JobOrder | None = None,
+    *,
+    keep: bool = False,
+) -> KeptRanks:
+    """Return ranks with these settings, which leave their nodes once the last rank is gone."""
+    if settings.options.on is None:
+        descriptors.make_room(settings.nproc)
+        hosts = _hosts(local, there, request.join_key, remark)
+        return KeptRanks(new_group(local, settings, hosts, keep=keep), there)
+    # Refuse more nodes than this process may be connected to.
+    least, _ = nodes_of(settings.options, decoded(there.prepare.environ))
+    descriptors.make_room_for_nodes(least, there.placement.nproc)
+    nodes = nodes or _hold_nodes(local, request, remark)
+    if order is not None:
+        nodes.learn(order)
+    leave, fleet = nodes.use(), nodes.fleet
+    try:
+        made = new_group(local, settings, lambda *of_group: (fleet.connect(*of_group),), keep=keep)
+    except BaseException:
+        leave()
+        raise
+    made.group.when_closed = lambda: threading.Thread(
+        target=leave, name="nblaunch-nodes", daemon=True
+    ).start()
+    return KeptRanks(made, there, nodes, leave)
+
+
+def _make_way(local: LocalRuntime, there: PlacedRanks) -> None:
     """Wait until the ranks of earlier runs have exited, where they hold memory that these may need."""
-    local.wait_until_left(lambda _: placement.device_type != "cpu")
+    local.server.ensure_running()
+    local.wait_until_left(lambda _: there.placement.device_type != "cpu")
 
 
 def settings_of(
-    options: LaunchOptions,
-    placement: Placement,
-    environ: Mapping[str, str],
-    caller: Caller,
-    local: LocalRuntime,
+    options: LaunchOptions, there: PlacedRanks, caller: Caller, local: LocalRuntime
 ) -> AgentSettings:
-    """Return the agent's settings, but for what each group has for itself; `environ` is the ranks'."""
-    on_nodes = options.on is not None
-    rdzv = _directed(options, environ) if on_nodes else rendezvous.config_of(options)
-    if rdzv is not None and not on_nodes:
-        rdzv = replace(rdzv, ranks_backend=placement.backend)
+    """Return the agent's settings, but for what each group has for itself."""
+    environ, on_nodes = decoded(there.prepare.environ), options.on is not None
+    rdzv = None if on_nodes else rendezvous.config_of(options)
     # Under what nodes have loaded torch is not known here.
     loaded_under = environ if on_nodes else local.server.loaded_under()
     return AgentSettings(
-        nproc=placement.nproc,
-        options=options,
-        run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if rdzv is not None else "",
+        nproc=there.placement.nproc,
+        options=options if rdzv is None else replace(options, backend=there.placement.backend),
+        run_id=options.rdzv_id or "" if rdzv is not None else "",
         log_dir=Path(),
         processes=process_settings(options, environ, loaded_under),
         rdzv=rdzv,
@@ -270,53 +261,34 @@ def settings_of(
     )
 
 
-def _directed(options: LaunchOptions, environ: Mapping[str, str]) -> RendezvousConfig:
-    """Return the rendezvous settings for nodes that an engine places: they need no endpoint."""
-    least, most = nodes_of(options, environ)
-    return RendezvousConfig(
-        backend=DIRECTED,
-        host="",
-        port=0,
-        least=least,
-        most=most,
-        local_addr=options.local_addr or "",
-        hosting=True,
-        ranks_backend=options.backend,
-        env=tuple(options.env.items()),
-    )
-
-
-def _peers(
-    local: LocalRuntime,
-    options: LaunchOptions,
-    prepare: Prepare,
-    join_key: str,
-    remark: Callable[[str], None],
-) -> ConnectPeers:
-    """Return what connects the nodes of an endpoint to a group, by the caller's key or that in its file."""
-    file = decoded(prepare.environ).get(KEY_FILE, "")
-    named = os.path.join(os.fsdecode(prepare.cwd), file) if file else ""  # noqa: PTH118 - as written
+def _hosts(
+    local: LocalRuntime, there: PlacedRanks, join_key: str, remark: Callable[[str], None]
+) -> MakeHosts:
+    """Return what makes a group's host, and its nodes at an endpoint, by the caller's key or its file's."""
+    file = decoded(there.prepare.environ).get(KEY_FILE, "")
+    named = os.path.join(os.fsdecode(there.prepare.cwd), file) if file else ""  # noqa: PTH118 - as written
     keys = {JOIN_KEY: join_key, KEY_FILE: named}
 
-    def connect(hub: Hub, settings: AgentSettings, group: WorkerGroup, directory: Path) -> Connected:
-        if settings.rdzv is None:
-            return Connected(settings)
+    def make(group: WorkerGroup, directory: Path) -> Sequence[GroupHost]:
+        settings, rdzv = group.settings, group.settings.rdzv
+        if rdzv is None:
+            return (RankHost(local, settings, group, directory, keep=group.keep),)
         key, made = read_or_make_key(keys, local.directory.root)
-        rdzv = replace(settings.rdzv, key=key)
-        settings = replace(settings, rdzv=rdzv)
+        rdzv = replace(rdzv, key=key)
         if rdzv.most == 1:
-            return Connected(settings)
+            return (RankHost(local, replace(settings, rdzv=rdzv), group, directory, keep=group.keep),)
         if made:
             remark(join_command(settings, rdzv, made))
         conf = FleetSettings(
             least=rdzv.least,
             most=rdzv.most,
-            options=replace(options, local_addr=rdzv.local_addr),
+            # A node that joins has no part in the choice of the backend.
+            options=replace(settings.options, local_addr=rdzv.local_addr, backend=there.placement.backend),
             directed=False,
         )
         wish = Wish(least=0, most=0, nproc=0, name=settings.run_id, environ={}, cwd="", python="")
         fleet = NodeFleet(
-            hub,
+            local.hub,
             JoinEngine,
             wish,
             directory=directory,
@@ -325,26 +297,30 @@ def _peers(
             conf=conf,
             key=key,
         )
-        return fleet.connect(hub, settings, group, directory)
+        settings = replace(settings, rdzv=rdzv)
+        nodes = fleet.connect(settings, group, directory)
+        settings = replace(settings, rdzv=replace(rdzv, listener=fleet.endpoint))
+        try:
+            nodes.own = RankHost(local, settings, group, directory, keep=group.keep)
+        except BaseException:
+            local.hub.call(lambda: nodes.close(succeeded=False))
+            raise
+        return nodes, nodes.own
 
-    return connect
+    return make
 
 
 def new_group(
-    local: LocalRuntime,
-    settings: AgentSettings,
-    peers: ConnectPeers,
-    log_dir: str | None = None,
-    *,
-    keep: bool = False,
+    local: LocalRuntime, settings: AgentSettings, hosts: MakeHosts, *, keep: bool = False
 ) -> GroupAndLogs:
     """Make a group, which is not started yet; its logs lie in `log_dir`, or in a directory of its own."""
+    log_dir = settings.options.log_dir
     private = None if log_dir else local.directory.make("logs-")
     run_id = settings.run_id or uuid.uuid4().hex[:12]
     directory = private or Path(log_dir or "")
     settings = replace(settings, run_id=run_id, log_dir=directory, private_logs=private is not None)
     try:
-        group = WorkerGroup(local.hub, local.server, settings, peers, keep=keep)
+        group = WorkerGroup(local, settings, hosts, keep=keep)
     except BaseException:
         if private is not None:
             remove_tree(private)
@@ -353,39 +329,21 @@ def new_group(
     return GroupAndLogs(group, private)
 
 
-def _group_on(  # noqa: PLR0913 - a group, and what it is on
-    nodes: HeldNodes,
-    leave: Callable[[], None],
-    local: LocalRuntime,
-    settings: AgentSettings,
-    log_dir: str | None,
-    *,
-    keep: bool = False,
-) -> GroupAndLogs:
-    """Make a group on these nodes, which it leaves once its last rank is gone."""
-    try:
-        made = new_group(local, settings, nodes.fleet.connect, log_dir, keep=keep)
-    except BaseException:
-        leave()
-        raise
-    made.group.when_closed = lambda: threading.Thread(
-        target=leave, name="nblaunch-nodes", daemon=True
-    ).start()
-    return made
-
-
 def _ahead(local: LocalRuntime, shape: AgentSettings) -> GroupAndLogs:
-    """Start a standby group."""
     descriptors.make_room(shape.nproc)
     local.server.ensure_running()
-    made = new_group(local, shape, lambda _hub, settings, _group, _directory: Connected(settings))
+    made = new_group(
+        local,
+        shape,
+        lambda group, directory: (RankHost(local, group.settings, group, directory, keep=False),),
+    )
     made.group.start()
     return made
 
 
 def own_directory(job: Job, settings: AgentSettings) -> Path | None:
     """Return this run's directory: below it are attempts, below those ranks, below those files."""
-    if settings.processes.logs_specs is not None:
+    if settings.options.logs_specs is not None:
         return settings.log_dir  # what is where below it only the user's class knows
     for ranks in job.logs.values():
         for each in ranks.values():

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from nblaunch._keeper import RUNTIME_LOG
-from nblaunch.elastic.forkserver import Server, server_of_fork
+from nblaunch.host.forkserver import Server, server_of_fork
 
 if TYPE_CHECKING:
     from nblaunch._registry import Registration
-    from nblaunch.group.hub import Hub
+    from nblaunch.host.hub import Hub
     from nblaunch.runtime.requests import RequestHandler
 
 # As mallopt takes them (malloc.h); without this the limit follows the largest block that was freed.
@@ -111,17 +111,9 @@ def serve(link: socket.socket, root: Path, server: Server) -> None:
     requests = RequestHandler(local, token, registration)
 
     def begin() -> None:
-        connections = Connections(
-            hub,
-            token=token,
-            handle=requests.handle,
-            welcome=requests.welcome,
-            lost=requests.lost,
-            caught_up=requests.caught_up,
-        )
-        requests.connections = connections
+        requests.connections = Connections(hub, token, requests)
         requests.listen()
-        requests.owner = connections.adopt(link)
+        requests.owner = requests.connections.adopt(link)
 
     hub.when_broken = requests.changed.set
     hub.run(begin)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from nblaunch import _inherited
-from nblaunch.elastic import rendezvous
-from nblaunch.elastic.placement import place_ranks
-from nblaunch.elastic.process_options import check_process_options, process_settings, unheeded
-from nblaunch.elastic.settings import RendezvousConfig
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.runtime import LocalRuntime
+from nblaunch.host import rendezvous
+from nblaunch.host.placement import place_ranks
+from nblaunch.host.process_options import check_process_options, process_settings, unheeded
+from nblaunch.host.settings import RendezvousConfig
 from nblaunch.nodes.engine import engine_of, nodes_of, refuse_contradictions, wish_of
 from nblaunch.protocol.client import OpenRanks, Placement
 from nblaunch.protocol.messages import Prepare

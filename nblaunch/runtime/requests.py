@@ -22,24 +22,15 @@ from nblaunch._help import FailureKind
 from nblaunch._registry import Owner, Registration
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.elastic.forkserver import try_fork
 from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.runtime import LocalRuntime
+from nblaunch.host.forkserver import try_fork
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.client import (
-    AnswerToClient,
-    Caller,
-    ClientNote,
-    ClientRequest,
-    Done,
-    ErrorRecord,
-    RequestFailed,
-)
 from nblaunch.protocol.reports import session_ended
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
 from nblaunch.runtime.connections import ClientConnection, Connections
-from nblaunch.runtime.jobs import Jobs, RunningJob
+from nblaunch.runtime.jobs import RunningJob
 from nblaunch.runtime.launch import FreshRanks, session_ranks
 from nblaunch.runtime.place import PlacedRanks, place
 from nblaunch.runtime.sessions import RuntimeSession
@@ -53,7 +44,7 @@ _LOOK_ENDS_SECONDS = 5.0
 # Nodes that are lost together show within seconds; the ranks that are left then form a group.
 _REGROUP_SECONDS = 5.0
 
-_Served: TypeAlias = AnswerToClient | Callable[[], AnswerToClient] | None
+_Served: TypeAlias = wire.AnswerToClient | Callable[[], wire.AnswerToClient] | None
 
 
 class RequestHandler:
@@ -79,7 +70,7 @@ class RequestHandler:
         """The ranks of runs whose job has not come yet: none of them is started."""
         self._ended: list[RuntimeSession] = []
         """Sessions that are over, and to whose logs results refer."""
-        self.jobs = Jobs(local.hub)
+        self.jobs: dict[int, RunningJob] = {}
         self._early: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
         self.connections: Connections
@@ -114,8 +105,7 @@ class RequestHandler:
 
     # --- from the connections ------------------------------------------------------------------------
 
-    def handle(self, connection: ClientConnection, number: int, request: ClientRequest) -> None:
-        """Carry out a request, and answer it."""
+    def handle(self, connection: ClientConnection, number: int, request: wire.ClientRequest) -> None:
         self._refuse_if_unused()
         served = self._methods[type(request)](connection, request)
         if callable(served):
@@ -147,7 +137,7 @@ class RequestHandler:
             raise LaunchError(msg, phase="runtime", kind=FailureKind.PROCESS_LIMIT) from error
 
     def _wait_for(
-        self, served: Callable[[], AnswerToClient], connection: ClientConnection, number: int
+        self, served: Callable[[], wire.AnswerToClient], connection: ClientConnection, number: int
     ) -> None:
         """Answer a request once that is possible; on a thread of the pool."""
         try:
@@ -155,10 +145,10 @@ class RequestHandler:
         except Exception as error:  # noqa: BLE001 - the client raises it
             if not isinstance(error, NblaunchError):
                 _log.exception("a request could not be carried out")
-            answer = RequestFailed(error=ErrorRecord.of(error))
+            answer = wire.RequestFailed(error=wire.ErrorRecord.of(error))
         self._hub.call(functools.partial(connection.answer, number, answer))
 
-    def note(self, note: ClientNote) -> None:
+    def note(self, note: wire.ClientNote) -> None:
         """Let go what a finalizer of a client has released."""
         if isinstance(note, wire.ReleaseJob):
             self._results_gone(note.job, note.pid, 1)
@@ -182,7 +172,7 @@ class RequestHandler:
         """Bind the clients' sockets, in a directory that is made again if it is gone."""
         root = self._local.directory.root()
         self.connections.listen(root / "client")
-        self.connections.listen_for_notes(root / "notes", self.note)
+        self.connections.listen_for_notes(root / "notes")
 
     def listen_if_gone(self) -> None:
         """Bind them again where a cleaner of temporary directories has removed them."""
@@ -192,21 +182,24 @@ class RequestHandler:
                 self.listen()
 
     def lost(self, connection: ClientConnection) -> None:
-        """Send nothing more to a client that is gone."""
-        for number in self.jobs.leave(connection):
-            self._released(number)
         pid = connection.record.pid
-        if all(each.record.pid != pid for each in self.connections):
-            for number, count in self.jobs.results_of(pid).items():
-                self._results_gone(number, pid, count)
+        last = all(each.record.pid != pid for each in self.connections)
+        for job in list(self.jobs.values()):
+            given = job.giver is connection
+            job.leave(connection)
+            if given and job.order.internal:
+                self._released(job.number)  # nobody else will release it
+            if last and job.results[pid]:
+                self._results_gone(job.number, pid, job.results[pid])
         for session in self.sessions.values():
             session.leave(connection)
         self.changed.set()
 
     def caught_up(self, connection: ClientConnection) -> None:
         """Send the present state of its jobs to a client that was behind."""
-        for job in self.jobs.watched_by(connection):
-            connection.event(job.refreshed(connection))
+        for job in self.jobs.values():
+            if connection in job.watchers:
+                connection.event(job.refreshed(connection))
 
     def close(self) -> None:
         """End all sessions; on a thread that may wait."""
@@ -223,7 +216,7 @@ class RequestHandler:
     def _run_fresh(self, connection: ClientConnection, order: wire.JobOrder, ranks: FreshRanks) -> _Served:
         # The job is there at once, so that an interrupt finds it.
         job = RunningJob(order, connection, connection.record, self._local.directory.root)
-        self.jobs.add(job)
+        self.jobs[job.number] = job
         # On the nodes of a session, where these ranks would have the same: nothing is asked for.
         held = (session.nodes for session in self.sessions.values())
         ranks.nodes = next((each for each in held if each is not None and each.fit(order.options)), None)
@@ -236,7 +229,7 @@ class RequestHandler:
 
         return remark
 
-    def _start_fresh(self, job: RunningJob, ranks: FreshRanks) -> AnswerToClient:
+    def _start_fresh(self, job: RunningJob, ranks: FreshRanks) -> wire.AnswerToClient:
         try:
             made = ranks.take(job.order)
         except BaseException:
@@ -249,8 +242,8 @@ class RequestHandler:
             ranks.used()
 
         def begin() -> None:
-            job.logs = made.logs
-            job.over = lambda: self._in_background(over)
+            job.private_logs = made.logs
+            job.when_over.append(lambda: self._in_background(over))
             job.begin(self._hub, made.group, ranks.place.prepare)
 
         try:
@@ -289,25 +282,25 @@ class RequestHandler:
         session: RuntimeSession,
         connection: ClientConnection,
         request: wire.GiveJob,
-    ) -> AnswerToClient:
+    ) -> wire.AnswerToClient:
         """Give a session a job once a look into a rank has ended, and its ranks have their numbers.
 
         On a thread of the pool.
         """
-        if look is not None and not look.finished.wait(_LOOK_SECONDS):
+        if look is not None and not look.ended.wait(_LOOK_SECONDS):
             self._hub.call(look.interrupt)
-            look.finished.wait(_LOOK_ENDS_SECONDS)
+            look.ended.wait(_LOOK_ENDS_SECONDS)
         deadline = time.monotonic() + _REGROUP_SECONDS
         while session.group.regroups and time.monotonic() < deadline:
             if session.group.closed.wait(0.01):
                 break
-        answers: list[AnswerToClient] = []
+        answers: list[wire.AnswerToClient] = []
         self._hub.run(lambda: answers.append(self._begin_late(session, connection, request)))
         return answers[0]
 
     def _begin_late(
         self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
-    ) -> AnswerToClient:
+    ) -> wire.AnswerToClient:
         interrupted = self._early.pop(request.order.number, False)
         if not request.order.look:
             # While it waited, another process may have taken the session.
@@ -320,7 +313,7 @@ class RequestHandler:
 
     def _begin(
         self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
-    ) -> AnswerToClient:
+    ) -> wire.AnswerToClient:
         session.refuse_if_busy()
         if request.attempt is not None and request.attempt != session.group.attempt:
             return wire.Stale()
@@ -328,7 +321,7 @@ class RequestHandler:
             return wire.Stale()
         root = self._local.directory.root
         job = RunningJob(request.order, connection, connection.record, root, session.tenure)
-        self.jobs.add(job)
+        self.jobs[job.number] = job
         if session.nodes is not None:
             session.nodes.learn(request.order)
         session.give(self._hub, job, self.jobs)
@@ -352,7 +345,7 @@ class RequestHandler:
         if job is not None:
             job.watchers.discard(connection)
             job.taken_by(connection)
-        return Done()
+        return wire.Done()
 
     def _interrupt_job(self, connection: ClientConnection, request: wire.InterruptJob) -> _Served:
         job = self.jobs.get(request.job)
@@ -367,7 +360,7 @@ class RequestHandler:
         session = self._session(request.session)
         session.refuse_if_held_against(connection)
         session.interrupt()
-        return Done()
+        return wire.Done()
 
     def _reply(self, connection: ClientConnection, request: wire.Reply) -> _Served:
         job = self.jobs.get(request.job)
@@ -389,7 +382,7 @@ class RequestHandler:
             return wire.LateWarnings(texts=tuple(past.late))
         job = self._job(request.job)
         over = job.group is None or job.group.keep or job.group.closed.is_set()
-        return wire.LateWarnings(texts=tuple(job.job.late), complete=over)
+        return wire.LateWarnings(texts=tuple(job.late), complete=over)
 
     def _taken(self, connection: ClientConnection, request: wire.Taken) -> _Served:
         job = self.jobs.get(request.job)
@@ -414,18 +407,18 @@ class RequestHandler:
         job = self.jobs.get(number)
         if job is not None and job.group is not None and job.end is None:
             # Its client has left it alone: nothing of it goes before it has ended.
-            job.released = functools.partial(self._released, number)
+            job.when_over.append(functools.partial(self._released, number))
             return
-        job = self.jobs.forget(number)
+        job = self.jobs.pop(number, None)
         if job is None:
             return
-        job.release_values()
+        job.let_values_go()
         if not job.order.internal:
             self._events[number] = job.events
             while len(self._events) > _RELEASED_EVENTS:
                 self._events.pop(next(iter(self._events)))
-        if job.logs is not None:
-            self._in_background(functools.partial(remove_tree, job.logs))
+        if job.private_logs is not None:
+            self._in_background(functools.partial(remove_tree, job.private_logs))
         job.let_go()
         ended, self._ended = self._ended, []
         for session in ended:
@@ -440,9 +433,9 @@ class RequestHandler:
     # --- sessions ------------------------------------------------------------------------------------
 
     def _open(self, connection: ClientConnection, request: wire.OpenRanks) -> _Served:
-        caller = Caller(connection.record.pid, connection.record.name)
+        caller = wire.Caller(connection.record.pid, connection.record.name)
 
-        def make() -> AnswerToClient:
+        def make() -> wire.AnswerToClient:
             # First of all: a client whose runtime turns out to be ending asks another one: nothing is lost.
             self._local.server.ensure_running()
             there, attempt = place(request, self._local), 0
@@ -455,7 +448,7 @@ class RequestHandler:
         return make
 
     def _open_session(
-        self, connection: ClientConnection, request: wire.OpenRanks, there: PlacedRanks, caller: Caller
+        self, connection: ClientConnection, request: wire.OpenRanks, there: PlacedRanks, caller: wire.Caller
     ) -> int:
         """Make the ranks of a session; return their attempt."""
         record = connection.record
@@ -487,10 +480,10 @@ class RequestHandler:
     def _close_session(self, _: ClientConnection, request: wire.CloseSession) -> _Served:
         session = self.sessions.pop(request.session, None)
         if session is None:
-            return Done()
+            return wire.Done()
         self._closing += 1
 
-        def close() -> AnswerToClient:
+        def close() -> wire.AnswerToClient:
             try:
                 session.close()
             finally:
@@ -499,7 +492,7 @@ class RequestHandler:
             if session.detached:
                 # It was all that this runtime was for.
                 self._stop()
-            return Done()
+            return wire.Done()
 
         return close
 
@@ -517,9 +510,9 @@ class RequestHandler:
         session = self._session(request.session)
         session.refuse_if_held_against(connection)
 
-        def restart() -> AnswerToClient:
+        def restart() -> wire.AnswerToClient:
             session.restart()
-            return Done()
+            return wire.Done()
 
         return restart
 
@@ -540,9 +533,11 @@ class RequestHandler:
         other = session.held_against(connection)
         held_by = None if other is None else other.record
 
-        def attached() -> AnswerToClient:
-            return wire.Attached(
-                session=session.record(),
+        def attached() -> wire.AnswerToClient:
+            return wire.Opened(
+                session=session.key,
+                placement=session.placement,
+                attempt=session.group.attempt,
                 options=session.options,
                 names=tuple(session.group.names.values()),
                 held_by=held_by,
@@ -586,13 +581,13 @@ class RequestHandler:
 
     def _listen_again(self, _: ClientConnection, __: wire.ListenAgain) -> _Served:
         self.listen()
-        return Done()
+        return wire.Done()
 
     def _stop_all(self, _: ClientConnection, __: wire.Stop) -> _Served:
-        def stop() -> AnswerToClient:
+        def stop() -> wire.AnswerToClient:
             self.close()
             self._stop()
-            return Done()
+            return wire.Done()
 
         return stop
 

@@ -16,9 +16,10 @@ from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._results import held_by
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.hub import Hub
-from nblaunch.group.lifecycle import RestartAsked, Trigger
+from nblaunch.group.lifecycle import Trigger
+from nblaunch.group.machine import RestartAsked
 from nblaunch.group.standby import GroupAndLogs
+from nblaunch.host.hub import Hub
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import (
     GiverChanged,
@@ -39,7 +40,7 @@ from nblaunch.protocol.reports import session_busy, session_ended
 from nblaunch.protocol.state import RankState, State
 from nblaunch.runtime.archive import Archive
 from nblaunch.runtime.connections import ClientConnection
-from nblaunch.runtime.jobs import Jobs, RunningJob
+from nblaunch.runtime.jobs import RunningJob
 from nblaunch.runtime.launch import KeptRanks
 
 _CLOSE_SECONDS = 10.0
@@ -118,11 +119,11 @@ class RuntimeSession:
             by = "" if looks is None else f"{looks.name} (process {looks.pid})"
             raise NblaunchError(session_busy(self.name, looked_at_by=by), kind=FailureKind.SESSION_BUSY)
 
-    def give(self, hub: Hub, job: RunningJob, jobs: Jobs) -> None:
+    def give(self, hub: Hub, job: RunningJob, jobs: dict[int, RunningJob]) -> None:
         """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
         self.running = job
         self.unreleased.add(job.number)
-        job.over = functools.partial(self._over, job, jobs)
+        job.when_over.append(functools.partial(self._over, job, jobs))
         job.let_go = functools.partial(self._let_go, job.number)
         job.begin(hub, self.group, self.prepare)
 
@@ -136,16 +137,16 @@ class RuntimeSession:
             return
         running: Mapping[int, Mapping[int, RankLogFiles]] = {}
         if self.running is not None:
-            running = self.running.job.logs
+            running = self.running.logs
         # Those of a job that no rank has begun are empty.
         self.group.free_logs(next(filter(None, (*self._logs.values(), running)), {}))
 
-    def _over(self, job: RunningJob, jobs: Jobs) -> None:
+    def _over(self, job: RunningJob, jobs: dict[int, RunningJob]) -> None:
         if not job.order.internal:
-            self._logs[job.number] = job.job.logs
+            self._logs[job.number] = job.logs
             self.archive.add(job)
         if self.archive.get(job.number) is not None:
-            jobs.forget(job.number)
+            jobs.pop(job.number, None)
             self.unreleased.discard(job.number)
         if self.running is job:
             self.running = None
@@ -185,11 +186,11 @@ class RuntimeSession:
     def close(self) -> None:
         """End the ranks and wait until they have exited."""
         job = self.running
-        if job is not None and not job.job.ended.is_set():
+        if job is not None and not job.ended.is_set():
             if self.detached:
                 job.ended_with = f"session {self.name!r} was stopped, and the job that ran with it."
             self.interrupt()
-            job.job.ended.wait(self.grace)
+            job.ended.wait(self.grace)
         self.group.post(Trigger.DISMISS)
         if not self.group.closed.wait(_CLOSE_SECONDS):
             self.group.stop()
@@ -201,23 +202,27 @@ class RuntimeSession:
 
     def record(self) -> SessionRecord:
         """Return what each rank is doing, and the memory that is its own."""
-        members, running, giver = self.group.state, self.running, self.giver
+        running, giver = self.running, self.giver
+        shown = None if running is None or running.order.internal else running
         memory = self.group.memory()
-        ranks = {} if running is None or running.end is not None else running.job.state.ranks
-        open_questions = () if running is None else running.job.known.questions
+        ranks = {} if running is None or running.end is not None else running.state.ranks
+        open_questions = () if running is None else running.known.questions
         prompts = {each.rank: each.prompt for each in reversed(open_questions)}
         asks = {rank: f"asks {prompt!r:.60}" for rank, prompt in prompts.items()}
-        doing = running.job.state.doing if running is not None and running.end is None else ""
+        doing = running.state.doing if running is not None and running.end is None else ""
+        members = sorted(self.group.state.ranks.items())
         return SessionRecord(
-            session=self.key,
             name=self.name,
-            placement=self.placement,
+            # If an engine places the nodes, the placement is provisional.
+            world_size=len(members) or self.placement.nproc,
+            backend=self.placement.backend,
             attempt=self.group.attempt,
-            open=self.open,
             detached=self.detached,
             linger_left=self.linger_left,
-            giver=None if giver is None else giver.record,
-            running=None if running is None or running.order.internal else running.record,
+            client=None if giver is None else giver.record.pid,
+            running="" if shown is None else shown.order.title,
+            running_since=None if shown is None else shown.started,
+            session=self.key,
             ranks=tuple(
                 RankStatus(
                     rank=rank,
@@ -230,7 +235,7 @@ class RuntimeSession:
                     node=known.node,
                     cpu=self._cpu(rank, ranks.get(rank)),
                 )
-                for rank, known in sorted(members.ranks.items())
+                for rank, known in members
             ),
             started=self.started,
             engine=self.group.engine,

@@ -34,15 +34,16 @@ import zmq
 import nblaunch
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.client.local import local
-from nblaunch.elastic.descriptors import raise_soft_limit
-from nblaunch.elastic.settings import Worker
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.key import KEY_FILE
-from nblaunch.nodes.link import encrypted
+from nblaunch.host import wire
+from nblaunch.host.descriptors import raise_soft_limit
+from nblaunch.host.key import KEY_FILE
+from nblaunch.host.link import encrypted
+from nblaunch.host.settings import Worker
 from nblaunch.protocol.messages import (
     Arrived,
     Dispatch,
     Entered,
+    Exited,
     FromRank,
     Hello,
     Leave,
@@ -160,9 +161,8 @@ class PlayedNode:
                 self._say(*self._names(), lambda rank: _returned(rank, now))
             case Leave():
                 for rank in self._ranks:
-                    gone = wire.Gone(
-                        group=meet.group, attempt=meet.attempt, rank=rank, exitcode=0, expected=True
-                    )
+                    exited = Exited(rank=rank, exitcode=0, time=now, expected=True)
+                    gone = wire.Gone(group=meet.group, attempt=meet.attempt, exited=exited)
                     self.send(gone)
                 self.send(wire.NodeEnded(group=meet.group))
             case _:

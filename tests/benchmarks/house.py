@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 REPEATS = 7
 WORDS = ("Job", "Session", "Node", "Rank")
 FIELDS = ("grace", "env", "backend")
-DECIDING = ("elastic", "group", "nodes", "runtime", "client")
+DECIDING = ("elastic", "host", "group", "nodes", "runtime", "client")
 """The packages for which the redesign has a budget."""
 
 NOTING = """

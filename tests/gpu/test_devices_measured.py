@@ -9,8 +9,8 @@ import torch
 from msgspec.structs import replace
 
 import nblaunch
-from nblaunch.client.inherited import prepare_of
-from nblaunch.group.usage import GpuMeter, SeenGpus
+from nblaunch.client.launch import prepare_of
+from nblaunch.host.usage import GpuMeter, SeenGpus
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))

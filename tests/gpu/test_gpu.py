@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from nblaunch.group.usage import GpuMeter, SeenGpus
+from nblaunch.host.usage import GpuMeter, SeenGpus
 
 GPUS = torch.cuda.device_count()
 DEVICES = [f"cuda:{index}" for index in range(GPUS)]

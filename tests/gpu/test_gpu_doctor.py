@@ -109,7 +109,7 @@ def test_gpus_that_do_not_come_to_an_end_are_a_problem_in_time(own, monkeypatch)
 
 @pytest.mark.skipif(GPUS < 2, reason="takes two GPUs")
 def test_a_gpu_that_is_not_there_is_named_with_the_error(own, monkeypatch):
-    from nblaunch.elastic import placement
+    from nblaunch.host import placement
 
     monkeypatch.setattr(placement, "visible_gpus", lambda _environ, **_: GPUS + 1)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # so it is tried once

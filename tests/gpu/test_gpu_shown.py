@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from nblaunch.group.usage import GpuMeter, Meter, SeenGpus
+from nblaunch.host.usage import GpuMeter, Meter, SeenGpus
 
 pytestmark = pytest.mark.gpu
 

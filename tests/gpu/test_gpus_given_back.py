@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from nblaunch.group.usage import GpuMeter, SeenGpus
+from nblaunch.host.usage import GpuMeter, SeenGpus
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from training import BEGUN, FINISHED, REFUSED, STEPS
 
 import nblaunch
-from nblaunch.group import lifecycle
+from nblaunch.group import recovery
 from nblaunch.rank import in_place
 
 GPUS = torch.cuda.device_count()
@@ -26,7 +26,7 @@ IN_PLACE = in_place.can(["gloo", "nccl"], in_place.able(), detail=False)
 pytestmark = pytest.mark.gpu(2, shared=True)
 four_gpus = pytest.mark.gpu(4)
 
-REFORMED = lifecycle.REFORMED_IN_PLACE if IN_PLACE else lifecycle.REFORMED
+REFORMED = recovery.REFORMED_IN_PLACE if IN_PLACE else recovery.REFORMED
 POST = "dist.all_reduce(torch.ones(1, device=device))"
 DEAD = "made for a process group that is gone, with what revives each: "
 ANEW = "the ranks were started anew: all of their variables are gone"
@@ -258,7 +258,7 @@ def test_an_optimizer_whose_step_was_queued_behind_an_interrupted_collective_is_
         """,
     )
     failed = cell(session, f"if rank == 1: raise ValueError('x')\n{POST}; opt.step()")
-    assert failed.warnings == (REFORMED, f"{lifecycle.STEPPED}model on rank 0, opt on rank 0")
+    assert failed.warnings == (REFORMED, f"{recovery.STEPPED}model on rank 0, opt on rank 0")
     failed = cell(
         session, f"opt.step()\nif rank == 1: raise ValueError('x')\n{POST}; torch.cuda.synchronize()"
     )
@@ -355,8 +355,8 @@ def test_where_a_rank_cannot_form_its_groups_again_all_get_new_ones_and_the_reas
     with nblaunch.Session(2, timeout=60) as session:
         cell(session, f"{SETUP}reduced(); group = dist.new_group([0, 1])\n{REFUSED}")
         failed = cell(session, f"if rank == 1: raise ValueError('x')\n{POST}{end}")
-        told = f"{lifecycle.NOT_IN_PLACE}rank 1: RuntimeError: no connection"
-        assert failed.warnings[:2] == (told, lifecycle.REFORMED)
+        told = f"{recovery.NOT_IN_PLACE}rank 1: RuntimeError: no connection"
+        assert failed.warnings[:2] == (told, recovery.REFORMED)
         after = cell(session, "reduced(), reduced(on='cpu'), reduced(group=dist.new_group([0, 1])), keep")
         assert after.values == [(2.0, 2.0, 2.0, 123)] * 2
         assert [each.stdout + each.stderr for each in (*failed.ranks, *after.ranks)] == [""] * 4

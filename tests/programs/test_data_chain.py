@@ -21,10 +21,10 @@ from patience import eventually
 
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.capture import shared_memory
-from nblaunch.group.hub import Hub
-from nblaunch.nodes import link
-from nblaunch.nodes.link import PIECE_BYTES, DataSocket, IncomingTransfer, branches
-from nblaunch.nodes.messages import Arriving, Inventory, Leaving, Piece, Ping, encode
+from nblaunch.host import link
+from nblaunch.host.hub import Hub
+from nblaunch.host.link import PIECE_BYTES, DataSocket, IncomingTransfer, branches
+from nblaunch.host.wire import Arriving, Inventory, Leaving, Piece, Ping, encode
 from nblaunch.protocol.messages import Payload
 
 KEY = secrets.token_hex(32).encode()

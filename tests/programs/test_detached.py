@@ -18,10 +18,9 @@ import pytest
 from patience import PATIENCE, waiting
 
 import nblaunch
-from nblaunch import _registry
+from nblaunch import _keeper, _registry
 from nblaunch._registry import ProcessIdentity
 from nblaunch.client import directory
-from nblaunch.client.boot import stop_keeper
 
 pytestmark = pytest.mark.timeout(300)
 GONE_SECONDS = 2.0
@@ -202,7 +201,7 @@ def test_a_session_whose_runtime_does_not_answer_is_listed_and_can_be_stopped(de
     assert "does not answer" in info.problem
     assert info.pid == left.entry.runtime.pid
     # `stop` first waits for an answer; this is what it does then.
-    assert stop_keeper(left.entry.keeper.pid, left.entry.keeper.start)
+    assert _keeper.stop(left.entry.keeper.pid, left.entry.keeper.start)
     eventually(lambda: directory.sessions() == () and not left.found(), "nothing is left")
 
 

@@ -25,7 +25,7 @@ from test_nodes import ended, free_port, once, press_stop, who_am_i
 
 import nblaunch
 from nblaunch import LaunchError, OptionError
-from nblaunch.elastic import rendezvous
+from nblaunch.host import rendezvous
 from nblaunch.options.launch import LaunchOptions
 
 BACKENDS = ("etcd-v2", "etcd")

@@ -15,7 +15,7 @@ import nblaunch
 
 HEAVY = {"IPython", "anywidget", "ipykernel", "ipywidgets", "numpy", "torch", "zmq"}
 RUNTIME = (
-    *("torch", "zmq", "nblaunch.elastic", "nblaunch.group", "nblaunch.nodes", "nblaunch.rank"),
+    *("torch", "zmq", "nblaunch.host", "nblaunch.group", "nblaunch.nodes", "nblaunch.rank"),
     "nblaunch.runtime",
 )
 """What runs in the runtime and in ranks, by the beginning of its modules' names."""
@@ -95,7 +95,7 @@ def test_a_pickled_error_can_be_read_without_torch():
 def test_counting_gpus_leaves_cuda_as_it_is():
     code = (
         "import torch\n"
-        "from nblaunch.elastic.placement import place_ranks\n"
+        "from nblaunch.host.placement import place_ranks\n"
         "place_ranks('auto', 'auto', {})\n"
         "assert not torch.cuda.is_initialized()\n"
     )

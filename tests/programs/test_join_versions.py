@@ -23,15 +23,15 @@ SECONDS = 60
 PROGRAM = """
 import os
 from msgspec.structs import replace
-from nblaunch.nodes import host
+from nblaunch.host import node_main as host
 its = host.this_machine
 python, torch = os.environ["CLAIMS"].split()
 host.this_machine = lambda placement: replace(its(placement), python=python, torch=torch)
-from nblaunch.nodes.host import live
+from nblaunch.host.node_main import live
 """
 NODE = """
 import sys
-from nblaunch.nodes import join
+from nblaunch.host import join
 join.LIVE = "claims:live"
 sys.exit(join.join(sys.argv[1:]))
 """

@@ -76,7 +76,7 @@ class World:
 
     def keeper(self, pid: int) -> int | None:
         keepers = [
-            each for each in self.below(pid) if "nblaunch.elastic.keeper" in self.processes().get(each, "")
+            each for each in self.below(pid) if "nblaunch.host.keeper" in self.processes().get(each, "")
         ]
         return keepers[0] if keepers else None
 
@@ -661,7 +661,7 @@ TAKES_LONG = """
 def live(*arguments):
     from datetime import timedelta
     from torch import distributed
-    from nblaunch.elastic import rendezvous
+    from nblaunch.host import rendezvous
     from nblaunch.runtime import main
 
     shut_down = rendezvous.LoopbackRendezvous.shutdown
@@ -677,8 +677,8 @@ def live(*arguments):
 """
 STILL_LEAVING = """
 import nblaunch
-from nblaunch.client import boot
-boot.LIVE = "takes_long:live"
+from nblaunch.client import local
+local.LIVE = "takes_long:live"
 print(nblaunch.run(int, nproc=2).values)
 """
 
@@ -693,7 +693,7 @@ def test_a_program_that_ends_while_its_agent_is_inside_torch_ends_well(program, 
 BREAKS = """
 def live(*arguments):
     import os
-    from nblaunch.group.hub import Hub
+    from nblaunch.host.hub import Hub
     from nblaunch.runtime import main
 
     tick = Hub._tick
@@ -709,8 +709,8 @@ def live(*arguments):
 BROKEN = """
 import json, os, time
 import nblaunch
-from nblaunch.client import boot
-boot.LIVE = "breaks:live"
+from nblaunch.client import local
+local.LIVE = "breaks:live"
 
 def job():
     import os, time
@@ -1050,7 +1050,7 @@ print(json.dumps([error, states, nblaunch.run(job, nproc=2).values]))
 
 UNLUCKY = """
 import sys
-if "nblaunch.elastic.keeper" in str(sys.orig_argv):
+if "nblaunch.host.keeper" in str(sys.orig_argv):
     {}
 """
 

@@ -23,16 +23,17 @@ import torch
 import zmq
 
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.elastic.rendezvous import host_store
-from nblaunch.elastic.settings import ProcessSettings
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.link import encrypted
+from nblaunch.host import wire
+from nblaunch.host.link import encrypted
+from nblaunch.host.rendezvous import host_store
+from nblaunch.host.settings import ProcessSettings
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     Aborted,
     CellJob,
     Dispatch,
     Entered,
+    Exited,
     Hello,
     Interrupt,
     InterruptSeen,
@@ -200,6 +201,16 @@ class Notebook:
             assert found, f"no {kind.__name__} with {fields} among {[each for each, _ in self.said]}"
             self.take()
 
+    def gone(self, rank: int) -> Exited:
+        """Return the exit of a rank that was not returned before."""
+        while True:
+            for each in self.said:
+                if isinstance(each[0], wire.Gone) and each[0].exited.rank == rank:
+                    self.said.remove(each)
+                    return each[0].exited
+            assert self.socket.poll(1000 * SECONDS), f"rank {rank} is not gone"
+            self.take()
+
     def take(self) -> None:
         self.node, first, *rest = self.socket.recv_multipart()
         message = wire.decode_from_node(first)
@@ -320,7 +331,7 @@ print("printed", flush=True)
         assert text == b"printed\n"
     notebook.leave(ranks=(2, 3))
     for rank in (2, 3):
-        assert notebook.wait_for(wire.Gone, rank=rank).exitcode == 0
+        assert notebook.gone(rank).exitcode == 0
     assert notebook.wait_for(wire.NodeEnded, group="g").error == ""
     notebook.finish(node)
 
@@ -375,7 +386,7 @@ def test_ranks_are_replaced_when_the_notebook_says_so(notebook):
         notebook.wait_for(Started)
     notebook.send(wire.Restart(group="g", attempt=0))
     for rank in (0, 1):
-        assert notebook.wait_for(wire.Gone, rank=rank, attempt=0).expected
+        assert notebook.gone(rank).expected
     assert notebook.wait_for(wire.MeetAgain).after == 0
     notebook.send(wire.Restart(group="g", attempt=0))  # too late: there is nobody to end
     notebook.meet(attempt=1)
@@ -391,9 +402,9 @@ def test_a_rank_that_dies_is_reported_and_the_node_waits_for_the_next_attempt(no
     notebook.open()
     notebook.meet()
     os.kill(notebook.workers[1].pid, signal.SIGKILL)
-    gone = notebook.wait_for(wire.Gone, rank=1)
+    gone = notebook.gone(1)
     assert (gone.exitcode, gone.expected) == (-9, False)
-    assert notebook.wait_for(wire.Gone, rank=0).expected
+    assert notebook.gone(0).expected
     assert notebook.wait_for(wire.MeetAgain).after == 0
     notebook.send(wire.EndGroup(group="g", succeeded=False))
     assert notebook.wait_for(wire.NodeEnded, group="g").error == ""

@@ -29,8 +29,8 @@ import nblaunch
 from nblaunch import LaunchError, OptionError, RunFailedError, RunTimeoutError
 from nblaunch._keeper import RUNTIME_LOG
 from nblaunch.client.local import local
-from nblaunch.nodes import link
-from nblaunch.nodes import messages as _node_protocol
+from nblaunch.host import link
+from nblaunch.host import wire as _node_protocol
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import parse_line
 from nblaunch.protocol.messages import ProtocolError
@@ -462,7 +462,7 @@ def opened(meeting):
 
 def listener_address(meeting):
     """Return the address of the listener, as a node finds it."""
-    from nblaunch.elastic import rendezvous
+    from nblaunch.host import rendezvous
 
     where = rendezvous.config_of(LaunchOptions(rdzv_endpoint=meeting.endpoint), joining=True)
     assert where is not None
@@ -544,7 +544,7 @@ def test_a_node_with_a_wrong_key_is_told_so_and_the_run_waits_for_the_right_one(
 def test_a_state_of_the_rendezvous_without_the_key_is_not_unpickled(tmp_path):
     import pickle
 
-    from nblaunch.elastic import rendezvous
+    from nblaunch.host import rendezvous
 
     class Trap:
         def __reduce__(self):

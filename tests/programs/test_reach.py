@@ -17,9 +17,9 @@ from hosts import Hosts, hosts, need_hosts
 from patience import eventually
 
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.group.hub import Hub
-from nblaunch.nodes.messages import OpenProbe, ProbeOpen, Reachable, ReachResult, ReachTarget, ToNode, Try
-from nblaunch.nodes.reach import Probe, ReachCheck, explain, interfaces, targets_of, try_all
+from nblaunch.host.hub import Hub
+from nblaunch.host.reach import Probe, ReachCheck, explain, interfaces, targets_of, try_all
+from nblaunch.host.wire import OpenProbe, ProbeOpen, Reachable, ReachResult, ReachTarget, ToNode, Try
 
 KEY = secrets.token_hex(32).encode()
 

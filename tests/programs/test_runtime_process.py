@@ -20,8 +20,8 @@ import psutil
 import pytest
 from lanes import sampled
 
+from nblaunch import _keeper
 from nblaunch._process_tree import start_ticks
-from nblaunch.client.boot import stop_keeper
 from nblaunch.client.line import ClientLine
 from nblaunch.protocol.client import Introduce
 
@@ -36,7 +36,7 @@ OWNER = """
 import os, socket, subprocess, sys
 from pathlib import Path
 from nblaunch._keeper import Boot
-from nblaunch.client.boot import LIVE
+from nblaunch.client.local import LIVE
 live, root, detached, theirs, ours = sys.argv[1:]
 link = socket.socket(fileno=int(theirs))
 booted = Boot(Path(root), link, live or LIVE, owner=0 if detached == "True" else os.getpid())
@@ -249,7 +249,7 @@ def test_a_detached_runtime_outlives_its_kernel(start, eventually):
     assert set(before[:3]) < tree.alive()
     assert (tree.runtime, tree.server) == before[:2]
     assert tree.ask("fork()")
-    assert stop_keeper(tree.keeper, tree.ticks)
+    assert _keeper.stop(tree.keeper, tree.ticks)
     eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
@@ -330,7 +330,7 @@ def test_without_pidfd_the_same_is_true(start, eventually, tmp_path):
     eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
-HASTY = "import nblaunch.elastic.keeper as keeper\nkeeper._FRESHEN_SECONDS = 0.2\n"
+HASTY = "import nblaunch.host.keeper as keeper\nkeeper._FRESHEN_SECONDS = 0.2\n"
 
 
 def test_the_files_are_kept_young_however_busy_the_keeper_is(start, eventually, tmp_path):
@@ -399,7 +399,7 @@ def test_a_slow_command_for_the_end_delays_nothing_and_ends(start, eventually, t
 def test_a_command_for_the_end_that_never_ends_is_killed(tmp_path):
     begun = tmp_path / "begun"
     command = json.dumps(["sh", "-c", f"echo $$ >{begun}; exec sleep 1000"])
-    code = "import sys; from nblaunch.elastic import keeper; keeper._COMMANDS_SECONDS = 1; "
+    code = "import sys; from nblaunch.host import keeper; keeper._COMMANDS_SECONDS = 1; "
     run = "keeper._await(keeper._run_apart([sys.argv[1].encode()]))"
     subprocess.run([sys.executable, "-c", code + run, command], check=True)
     assert not psutil.pid_exists(int(begun.read_text()))
@@ -441,12 +441,12 @@ def test_one_signal_to_the_keeper_ends_all(start, eventually, monkeypatch, pidfd
         monkeypatch.delattr(os, "pidfd_open")
     tree = start()
     tree.ask("fork()")
-    assert not stop_keeper(tree.keeper, tree.ticks + 1)  # another process, with the same number
+    assert not _keeper.stop(tree.keeper, tree.ticks + 1)  # another process, with the same number
     os.kill(tree.runtime, signal.SIGSTOP)
-    assert stop_keeper(tree.keeper, tree.ticks)
+    assert _keeper.stop(tree.keeper, tree.ticks)
     eventually(tree.gone, "all is gone", GONE_SECONDS)
     assert tree.ask_owner("booted.keeper.wait()") == 0
-    assert not stop_keeper(tree.keeper, tree.ticks)
+    assert not _keeper.stop(tree.keeper, tree.ticks)
 
 
 def test_stray_signals_end_nothing(start, eventually):
@@ -469,7 +469,7 @@ def ignored_by(pid: int) -> set[signal.Signals]:
 
 REFUSED_ONCE = """
 import os, sys
-if "nblaunch.elastic.keeper" in str(sys.orig_argv):
+if "nblaunch.host.keeper" in str(sys.orig_argv):
     fork, keeper, forks = os.fork, os.getpid(), []
     def refuse():
         forks.append(os.getpid())
@@ -498,7 +498,7 @@ def test_a_fork_server_that_the_system_refuses_is_an_error_and_the_next_one_come
 
 NO_FORK = """
 import os, sys
-if "nblaunch.elastic.keeper" in str(sys.orig_argv):
+if "nblaunch.host.keeper" in str(sys.orig_argv):
     fork, count = os.fork, 0
     def refuse():
         global count

@@ -93,7 +93,7 @@ def test_a_session_outlives_a_cleaned_temporary_directory(found, temporary):
     shown = found(
         """
 from pathlib import Path
-from nblaunch.elastic import keeper
+from nblaunch.host import keeper
 from nblaunch.client.local import local
 with nblaunch.Session(nproc=2) as session:
     session.cell("x = 1", namespace={})

@@ -6,7 +6,7 @@ import json
 
 SOURCE = """
 import json, os, signal, subprocess, time
-from nblaunch.elastic import keeper
+from nblaunch.host import keeper
 
 stuck = subprocess.Popen(["sleep", "1000"])
 other = subprocess.Popen(["sleep", "1000"])
@@ -33,11 +33,11 @@ def test_a_process_that_cannot_be_killed_is_left_to_the_next_sweep(script):
 
 KEEPER = """
 import json, os, subprocess, sys, time
-from nblaunch.elastic import keeper
+from nblaunch.host import keeper
 
 directory = sys.argv[1]
 # What stands for the keeper of a node: it removes its directory a moment after its parent has ended.
-code = f"'nblaunch.elastic.keeper'; import os, time; time.sleep(0.3); os.rmdir({directory!r})"
+code = f"'nblaunch.host.keeper'; import os, time; time.sleep(0.3); os.rmdir({directory!r})"
 other = subprocess.Popen([sys.executable, "-S", "-c", code])
 deaf = subprocess.Popen([sys.executable, "-S", "-c", code.replace("0.3", "100")])
 started = time.monotonic()

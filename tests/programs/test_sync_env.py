@@ -22,9 +22,8 @@ from patience import eventually
 import nblaunch
 from nblaunch.client.launch import prepare_call
 from nblaunch.client.packages import environment_of
-from nblaunch.client.run import run_fresh
-from nblaunch.client.wait import SilentView
-from nblaunch.nodes.engine import PLACE
+from nblaunch.client.run import SilentView, run_fresh
+from nblaunch.host.join import PLACE
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.state import RunState
 

@@ -23,21 +23,24 @@ from servers import kept_server
 
 from nblaunch._inherited import JOIN_KEY
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.inherited import prepare_of
-from nblaunch.elastic.rendezvous import host_store
+from nblaunch.client.launch import prepare_of
 from nblaunch.group import lifecycle
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import Order, Trigger
+from nblaunch.group.lifecycle import JobState, Trigger
+from nblaunch.group.machine import Order
 from nblaunch.group.runtime import LocalRuntime
+from nblaunch.host.rendezvous import host_store
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Placement
-from nblaunch.protocol.messages import CellJob, Dispatch
+from nblaunch.protocol.messages import CellJob, Dispatch, Exited
 from nblaunch.protocol.state import RunState
 from nblaunch.runtime import launch
+from nblaunch.runtime.place import PlacedRanks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
+_UNTRACED = (Order.KEEP_PAYLOAD, Order.CLOSE_GROUP)
 KEY = secrets.token_hex(32)
 # A rank leaves a mark once it is at work, and returns once there is one for all.
 CELL = """
@@ -69,15 +72,15 @@ class Scene:
             max_restarts=max_restarts,
             grace=1.0,
         )
-        placement = Placement(1, "gloo", "cpu", 0)
         prepare = msgspec.structs.replace(prepare_of(options), backend="gloo")
-        settings = launch.settings_of(options, placement, {}, Caller(), self.local)
-        peers = launch._peers(self.local, options, prepare, KEY, lambda _: None)
-        self.group: WorkerGroup = launch.new_group(self.local, settings, peers).group
+        there = PlacedRanks(Placement(1, "gloo", "cpu", 0), prepare)
+        settings = launch.settings_of(options, there, Caller(), self.local)
+        hosts = launch._hosts(self.local, there, KEY, lambda _: None)
+        self.group: WorkerGroup = launch.new_group(self.local, settings, hosts).group
         self._follow(self.group)
         with shared_memory.put(pickling.dumps({}), Path) as sent:
             cell = CellJob(CELL, "cell-1", "Cell In[1]", keeps_value=True)
-            self.job = Job({None: Dispatch(job=cell, payload=sent.payload)}, RunState.fresh(1))
+            self.job = Job({None: Dispatch(job=cell, payload=sent.payload)}, JobState(RunState.fresh(1)))
         self.local.hub.run(lambda: self.group.begin(self.job, prepare))
         self.group.start()
 
@@ -92,7 +95,7 @@ class Scene:
         def performed(action: Any, job: Job | None) -> None:
             if isinstance(action, lifecycle.ReleaseWorkers):
                 self.trace.append(f"release {action.succeeded} {len(action.others)}")
-            elif isinstance(action, Order) and action not in (Order.KEEP_PAYLOAD, Order.LET_FINISH):
+            elif isinstance(action, Order) and action not in _UNTRACED:
                 self.trace.append(f"order {action.name}")
             perform(action, job)
 
@@ -140,12 +143,12 @@ def _told(event: Any) -> str:
             return f"attempt {message.number} of {message.world_size}: {message.reason}"
         case lifecycle.WorkersForked(ranks=ranks, remote=remote) if ranks:
             return f"forked {'there' if remote else 'here'}"
-        case lifecycle.WorkerExited(exited=exited):
+        case Exited() as exited:
             lost = " with its node" if "lost with its node" in exited.reason else ""
             return f"exited{lost}, {'' if exited.expected else 'not '}expected"
         case lifecycle.NodeLeaving(asked=asked, enough=enough, ranks=ranks):
             return f"leaves asked={asked} enough={enough} with {len(ranks)}"
-        case Trigger.MEMBERSHIP_CHANGING | Trigger.AGENT_ENDED | Trigger.RANKS_ENDING:
+        case Trigger.MEMBERSHIP_CHANGING | Trigger.AGENT_ENDED:
             return str(event.name)
         case _:
             return ""

@@ -139,7 +139,7 @@ def test_the_next_run_starts_another(who, noticed):
 # --- the agent's thread ----------------------------------------------------------------------------
 
 BROKEN_AGENT = """
-from nblaunch.elastic.agent import RankAgent
+from nblaunch.host.agent import RankAgent
 
 def broken(*_):
     raise ZeroDivisionError("injected")

@@ -33,7 +33,11 @@ class Followed:
         self.frames: list[bytes] = []
         self.ends: list[tuple[bool, RunState]] = []
         job.listeners.append(self.follow)
-        job.when_ended.append(lambda: self.ends.append((job.ended.is_set(), self.state)))
+        self.finish, job.finish = job.finish, self.finished  # type: ignore[assignment,method-assign]
+
+    def finished(self, *arguments: Any) -> None:
+        self.finish(*arguments)
+        self.ends.append((self.job.ended.is_set(), self.state))
 
     def follow(self, _: Message, raw: bytes) -> None:
         self.threads.add(threading.current_thread().name)

@@ -115,14 +115,14 @@ print("done")
 )
 
 
-@pytest.mark.slow_at("0-15-/nblaunch/client/wait.py")
+@pytest.mark.slow_at("0-15-/nblaunch/client/run.py")
 @pytest.mark.parametrize(
     ("seed", "lines", "file"),
     [
         (0, 6, "/nblaunch/"),
         slow((1, 12, "/nblaunch/")),
-        full((0, 15, "/nblaunch/client/wait.py")),
-        slow((0, 15, "/nblaunch/client/run.py")),
+        full((0, 15, "/nblaunch/client/run.py")),
+        slow((1, 15, "/nblaunch/client/run.py")),
         pytest.param(1, 600, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )

@@ -19,7 +19,6 @@ from patience import eventually
 
 import nblaunch
 from nblaunch import NblaunchError
-from nblaunch.client import boot
 from nblaunch.client.local import local
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.state import decode_state
@@ -170,7 +169,7 @@ def few_values(monkeypatch):
 
 
 def runtimes_that_live(function, monkeypatch):
-    monkeypatch.setattr(boot, "LIVE", f"{few_kept.__name__}:{function.__name__}")
+    monkeypatch.setattr("nblaunch.client.local.LIVE", f"{few_kept.__name__}:{function.__name__}")
 
 
 def test_values_are_kept_newest_first_within_their_bound(detached, few_values):  # noqa: ARG001

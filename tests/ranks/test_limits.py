@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch._errors import LaunchError
-from nblaunch.elastic import descriptors
+from nblaunch.host import descriptors
 
 SETTING = """
 import json, os, resource, signal, sys
@@ -129,7 +129,7 @@ import os
 fork, path = os.fork, {path!r}
 def refused():
     # In the fork server only, and only while the file is there, which holds how many forks succeed.
-    if os.path.exists(path) and b"nblaunch.elastic.keeper" in open("/proc/self/cmdline", "rb").read():
+    if os.path.exists(path) and b"nblaunch.host.keeper" in open("/proc/self/cmdline", "rb").read():
         left = os.path.getsize(path)
         if left == 0:
             raise BlockingIOError(11, "Resource temporarily unavailable")

@@ -12,7 +12,7 @@ import pytest
 from older_torch import needs_line_filters, without_gloos_own
 
 import nblaunch
-from nblaunch.options.streams import OutputFilter
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Stream
 
 SPEAK = """
@@ -133,7 +133,7 @@ def test_a_stream_is_shown_unless_it_is_redirected_and_not_teed():
     """As with torchrun, where a stream comes to the console by tee, or by not being redirected."""
     for redirects in range(4):
         for tee in range(4):
-            shown = OutputFilter(str(redirects), str(tee))
+            shown = LaunchOptions(redirects=str(redirects), tee=str(tee))
             for bit, stream in ((1, Stream.STDOUT), (2, Stream.STDERR)):
                 assert shown.shows(0, stream) == (not redirects & bit or bool(tee & bit))
 

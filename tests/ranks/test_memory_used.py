@@ -12,8 +12,7 @@ import pytest
 import nblaunch
 from nblaunch.client.launch import prepare_call
 from nblaunch.client.result import describe
-from nblaunch.client.run import run_fresh
-from nblaunch.client.wait import SilentView
+from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import MemoryUse
 from nblaunch.view import summary

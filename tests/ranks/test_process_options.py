@@ -17,7 +17,7 @@ from older_torch import needs_binding
 import nblaunch
 from nblaunch import _devices
 from nblaunch._inherited import check_start_method
-from nblaunch.elastic import placement
+from nblaunch.host import placement
 
 
 def local():
@@ -87,7 +87,7 @@ def test_a_spawned_rank_is_a_new_python_and_still_the_process_that_the_agent_kno
     spawned = nblaunch.run(command, nproc=1, start_method="spawn")[0]
     forked = nblaunch.run(command, nproc=1)[0]
     assert "nblaunch.rank.main" in " ".join(spawned)
-    assert "nblaunch.elastic.keeper" in " ".join(forked)
+    assert "nblaunch.host.keeper" in " ".join(forked)
 
 
 @pytest.mark.full

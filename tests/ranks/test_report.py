@@ -18,8 +18,7 @@ from chaos import MOST_TOKENS, wait_for_the_others
 
 import nblaunch
 from nblaunch.client.launch import prepare_call
-from nblaunch.client.run import run_fresh
-from nblaunch.client.wait import SilentView
+from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.options.launch import LaunchOptions
 
 TOKEN = "tok_3fd1c9-secret"  # noqa: S105 - looks like one

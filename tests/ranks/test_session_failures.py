@@ -25,11 +25,11 @@ from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
 import nblaunch
-from nblaunch.group import lifecycle
+from nblaunch.group import recovery
 from nblaunch.rank import in_place
 
 GONE = "the ranks were started anew: all of their variables are gone"
-REFORMED = lifecycle.REFORMED_IN_PLACE if in_place.torch_can() else lifecycle.REFORMED
+REFORMED = recovery.REFORMED_IN_PLACE if in_place.torch_can() else recovery.REFORMED
 SETTLED = 1.0
 """Seconds that freeing stuck ranks, and forming their group again, may take on an idle machine."""
 
@@ -628,7 +628,7 @@ def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, w
     ("blow", "said"),
     [
         (
-            "from nblaunch.elastic.agent import RankAgent\nRankAgent._monitor_workers = lambda *_: 1 / 0",
+            "from nblaunch.host.agent import RankAgent\nRankAgent._monitor_workers = lambda *_: 1 / 0",
             "phase 'job' broke: ZeroDivisionError",
         ),
         ("local.hub.call(local.hub._socket.close)", "nblaunch's runtime has ended, and all ranks with it"),
@@ -638,7 +638,7 @@ def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, w
 def test_a_session_that_cannot_go_on_says_so_and_the_next_one_works(poke, blow, said):
     session = nblaunch.Session(2)
     handle = session.submit(time.sleep, (1000,))
-    poke(f"whole = __import__('nblaunch.elastic.agent', fromlist=['x']).RankAgent._monitor_workers\n{blow}")
+    poke(f"whole = __import__('nblaunch.host.agent', fromlist=['x']).RankAgent._monitor_workers\n{blow}")
     with pytest.raises(nblaunch.LaunchError, match=said):
         handle.result(30)
     with pytest.raises(nblaunch.LaunchError, match="session 'default' has ended"):

@@ -10,7 +10,7 @@ import pytest
 from training import BEGUN, FINISHED, REFUSED, STEPS
 
 import nblaunch
-from nblaunch.group.lifecycle import NOT_IN_PLACE, REFORMED, REFORMED_IN_PLACE, UNUSABLE_IN_PLACE
+from nblaunch.group.recovery import NOT_IN_PLACE, REFORMED, REFORMED_IN_PLACE, UNUSABLE_IN_PLACE
 from nblaunch.rank import in_place
 
 pytestmark = pytest.mark.skipif(

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from nblaunch.client.launch import prepare_call
-from nblaunch.client.run import run_fresh
-from nblaunch.client.wait import SilentView
-from nblaunch.group import usage
-from nblaunch.group.usage import GpuMeter, Meter, SeenGpus
+from nblaunch.client.run import SilentView, run_fresh
+from nblaunch.host import usage
+from nblaunch.host.usage import GpuMeter, Meter, SeenGpus
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Measured
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State

@@ -53,6 +53,7 @@ def archives(tmp_path):
     yield archive
     for each in made:
         each.close()
+        each._disk.shutdown()  # it ends by itself; a test must not leave its thread
 
 
 @pytest.fixture
@@ -71,11 +72,11 @@ def ended(tmp_path):
         running = RunningJob(order, NOBODY, CLIENT, lambda: tmp_path)
         running.leave(NOBODY)
         for message in messages:
-            running.job.fold(message)
+            running.fold(message)
         with shared_memory.put(dumps(value), lambda: tmp_path) as sent:
             returned = Returned(rank=0, value=sent.payload, text="", time=2.0)
-            running.job.fold(cast("Message", running.job.take_value(returned)))
-        running.job.end(3.0)
+            running.fold(cast("Message", running.take(returned)))
+        running.finish(3.0)
         return running
 
     return job

@@ -26,7 +26,7 @@ import pytest
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch.client import line as line_module
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts, noting_interrupts
-from nblaunch.group.hub import Hub
+from nblaunch.host.hub import Hub
 from nblaunch.protocol.client import (
     Done,
     InterruptSession,
@@ -57,16 +57,16 @@ class Runtime:
         self.path, self.notes = root / "client", root / "notes"
         self.asked, self.welcomed, self.lost, self.caught_up, self.removed = [], [], [], [], []
         self.handlers = {}
-        self.connections = Connections(
-            self.hub,
-            token=TOKEN,
+        owner = types.SimpleNamespace(
             handle=self.handle,
             welcome=self.welcome,
             lost=self.lost.append,
             caught_up=self.caught_up.append,
+            note=self.removed.append,
         )
+        self.connections = Connections(self.hub, TOKEN, owner)
         self.on_hub(lambda: self.connections.listen(self.path))
-        self.on_hub(lambda: self.connections.listen_for_notes(self.notes, self.removed.append))
+        self.on_hub(lambda: self.connections.listen_for_notes(self.notes))
 
     def on_hub(self, action):
         self.hub.run(action, 10)

@@ -21,9 +21,9 @@ from nblaunch.capture import modules
 from nblaunch.capture.modules import FilePrints, digest_of, roots_of
 from nblaunch.client import code as client_code
 from nblaunch.client.code import KnownFiles
-from nblaunch.nodes import code as node_code
-from nblaunch.nodes.code import JobCode, NodeCode
-from nblaunch.nodes.messages import CodeFiles, CodeLacking, HaveCode, Piece
+from nblaunch.host import code as node_code
+from nblaunch.host.code import JobCode, NodeCode
+from nblaunch.host.wire import CodeFiles, CodeLacking, HaveCode, Piece
 from nblaunch.protocol.messages import CodeFile, CodeManifest, CodeTree
 from nblaunch.rank.modules import OwnModules
 

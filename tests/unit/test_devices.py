@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nblaunch import OptionError, _devices
-from nblaunch.elastic import placement as counting
-from nblaunch.elastic import placement as devices
-from nblaunch.elastic.placement import place_ranks, visible_gpus
+from nblaunch.host import placement as counting
+from nblaunch.host import placement as devices
+from nblaunch.host.placement import place_ranks, visible_gpus
 
 
 @pytest.fixture

@@ -11,17 +11,27 @@ from servers import NoServer
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.elastic.agent import RankAgent
-from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.host.agent import RankAgent
+from nblaunch.host.directed import DirectedRendezvous
+from nblaunch.host.settings import AgentSettings, RendezvousConfig
+from nblaunch.host.wire import Meet
 from nblaunch.options.launch import LaunchOptions
 
 LATE = 10.0
 
 
-def round_of(attempt: int) -> DirectedRound:
+def round_of(attempt: int) -> Meet:
     """Return a round in which this is the second of three nodes."""
-    return DirectedRound(attempt, 1, 3, 8, 24, ("10.0.0.1", 29401))
+    return Meet(
+        group="g",
+        attempt=attempt,
+        node_rank=1,
+        node_count=3,
+        base_rank=8,
+        world_size=24,
+        store=("10.0.0.1", 29401),
+        reason="started",
+    )
 
 
 class Waits:

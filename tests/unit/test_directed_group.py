@@ -13,13 +13,13 @@ import pytest
 from servers import NoServer
 
 from nblaunch._errors import LaunchError
-from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group.ending import Ending
-from nblaunch.group.group import Connected, WorkerGroup
+from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import Trigger
+from nblaunch.group.lifecycle import JobState, Trigger
 from nblaunch.group.runtime import LocalRuntime
-from nblaunch.group.usage import SeenGpus
+from nblaunch.host.ranks import GroupHost
+from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     Dispatch,
@@ -48,8 +48,8 @@ NOTHING = Payload((0,), inline=b"")
 SECONDS = 5
 
 
-class ScriptedNodes:
-    """Two nodes, which are a group's agent and its peers, and do what a test orders."""
+class ScriptedNodes(GroupHost):
+    """Two nodes, which are a group's host, and do what a test orders."""
 
     def __init__(self) -> None:
         self.done: list[Any] = []
@@ -70,19 +70,16 @@ class ScriptedNodes:
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         self.done.append(("release", succeeded, others))
 
-    def let_finish(self) -> None:
-        self.done.append("let_finish")
-
     def skip_grace(self) -> None:
         self.done.append("skip_grace")
 
     def measure(self, *, wanted: bool) -> None:
         self.done.append(("measure", wanted))
 
-    def dump_stacks(self, ranks: frozenset[int]) -> None:
-        self.done.append(("dump_stacks", ranks))
+    def read_stacks(self, ranks: frozenset[int]) -> None:
+        self.done.append(("read_stacks", ranks))
         for rank in ranks:
-            self.group.dumped(rank, f"  stack of {rank}")
+            self.group.stacks_read({rank: f"  stack of {rank}"})
 
     def begin_attempt(self) -> None:
         self.done.append("begin_attempt")
@@ -90,39 +87,27 @@ class ScriptedNodes:
     def close(self, *, succeeded: bool) -> None:
         self.done.append(("close", succeeded))
 
-    def adopt(self, settings: AgentSettings) -> None:
-        pass
-
-    def join(self, timeout: float) -> None:
-        pass
-
     def stop(self) -> None:
         self.done.append("stop")
         self.group.agent_ended(None)
-
-    def all_alive(self) -> bool:
-        return True
-
-    def tick(self, now: float) -> None:
-        pass
 
     def send(self, rank: int, message: ToRank) -> bool:
         self.sent.append((rank, message))
         return True
 
-    def connect(self, _: Any, settings: AgentSettings, group: Any, __: Path) -> Connected:
-        self.group = group
-        return Connected(settings, self, self)
+    def connect(self, group: WorkerGroup, directory: Path) -> tuple[GroupHost]:
+        self.group, self.directory = group, directory
+        return (self,)
 
     # --- what nodes do; on the hub's thread --------------------------------------------------------
 
     def begin(self, number: int, size: int, reason: str = "started", backend: str = "gloo") -> None:
         self.group.placed(backend, "cuda" if "nccl" in backend else "cpu")
-        self.group.attempt_starting(number, size, reason)
+        self.group.attempt_starting(number, size, reason, backend=backend)
 
     def fork(self, number: int, size: int) -> None:
         for rank in range(size):
-            directory = self.group.log_directory / f"h{rank}-{rank}"
+            directory = self.directory / f"attempt_{number}" / f"h{rank}-{rank}"
             directory.mkdir(parents=True)
             paths = [directory / f"{stream}.log" for stream in ("stdout", "stderr")]
             for path in paths:
@@ -169,14 +154,14 @@ class Scene:
             log_dir=logs,
         )
         self.hub = local.hub
-        self.group = WorkerGroup(local.hub, local.server, settings, self.nodes.connect, keep=keep)
+        self.group = WorkerGroup(local, settings, self.nodes.connect, keep=keep)
         local.keep(self.group)
         self.closed = threading.Event()
         self.group.when_closed = self.closed.set
 
     def give(self, ending: Ending | None = None) -> Job:
         dispatches: dict[int | None, Dispatch] = {None: Dispatch(job=FunctionJob(name="f"), payload=NOTHING)}
-        job = Job(dispatches, RunState.fresh(2), ending=ending)
+        job = Job(dispatches, JobState(RunState.fresh(2), ending=ending or Ending()))
         self.hub.run(lambda: self.group.begin(job, PREPARE))
         self.group.start()
         return job
@@ -211,14 +196,12 @@ def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_pa
     scene.run(lambda: nodes.fork(0, 4))
     scene.run(lambda: nodes.ready(0, 4))
     assert scene.sent(Prepare) == scene.sent(Dispatch) == [0, 1, 2, 3]
-    (run,) = tmp_path.iterdir()
-    assert group.log_directory == run / "attempt_0"
-    assert own_files(job, 0) == [run / "attempt_0" / f"h{rank}-{rank}" / "stdout.log" for rank in range(4)]
+    attempt = nodes.directory / "attempt_0"
+    assert own_files(job, 0) == [attempt / f"h{rank}-{rank}" / "stdout.log" for rank in range(4)]
     scene.run(lambda: scene.values(4))
     assert job.ended.wait(SECONDS)
     assert all(rank.state is State.SUCCEEDED for rank in job.state.ranks.values())
     assert [entry.text for entry in job.state.ranks[3].transcript.entries] == ["of 0, 3"] * 2
-    # Once, although the nodes are agent and peers alike.
     assert nodes.done == ["start", "begin_attempt", ("release", True, frozenset())]
     assert sorted(scene.sent(Leave)) == [0, 1, 2, 3]
     group.agent_ended(None)
@@ -282,8 +265,7 @@ def test_a_session_whose_node_is_lost_goes_on_with_other_ranks(local, tmp_path):
     scene.run(lambda: group.post(Trigger.DRAINED))
     scene.run(lambda: nodes.all(1, 2, reason="membership"))
     assert (group.attempt, group.state.world_size, group.ready) == (1, 2, True)
-    assert group.log_directory.name == "attempt_1"
-    assert own_logs(group.log_directory) == ["h0-0", "h1-1"]
+    assert own_logs(nodes.directory / "attempt_1") == ["h0-0", "h1-1"]
     group.stop()
     assert scene.closed.wait(SECONDS)
 
@@ -300,10 +282,9 @@ def test_nothing_of_this_machine_is_asked_about_ranks_of_others(local, tmp_path)
     scene.run(lambda: nodes.all(0, 2))
     report = group.where(0.01)
     assert scene.sent(ReportWhere) == [0, 1]
-    assert ("dump_stacks", frozenset({0, 1})) in nodes.done
+    assert ("read_stacks", frozenset({0, 1})) in nodes.done
     assert report.silent == {0: "  stack of 0", 1: "  stack of 1"}
     assert "[rank 1 on h1] gave no answer" in str(report)
-    assert all(rank.pid is None for rank in group.here(group.state).ranks.values())
     assert group.memory(0.05) == {0: None, 1: None}
     scene.run(lambda: None)
     assert nodes.done[-2:] == [("measure", True), ("measure", False)]
@@ -318,19 +299,15 @@ def test_nodes_measure_their_ranks_as_long_as_somebody_wants_to_know(local, tmp_
     nodes.done.clear()
     used = {rank: Usage(cpu_percent=50.0, memory=rank + 1) for rank in range(2)}
     answers = threading.Timer(0.05, lambda: scene.run(lambda: group.measured(used)))
-    with group.measuring(lambda: job.state, SeenGpus(), wanted=True):
-        answers.start()
-        assert group.memory(SECONDS) == {0: 1, 1: 2}
-        assert job.state.ranks[1].usage == used[1]
-        scene.run(lambda: None)
-        assert nodes.done == [("measure", True)]
+    scene.run(lambda: group.measure(wanted=True))
+    answers.start()
+    assert group.memory(SECONDS) == {0: 1, 1: 2}
+    assert job.state.ranks[1].usage == used[1]
     scene.run(lambda: None)
+    assert nodes.done == [("measure", True)]
+    scene.run(lambda: group.measure(wanted=False))
     assert nodes.done == [("measure", True), ("measure", False)]
     answers.join()
-    with group.measuring(lambda: job.state, SeenGpus(), wanted=False):
-        pass
-    scene.run(lambda: None)
-    assert len(nodes.done) == 2
     group.stop()
 
 

@@ -13,7 +13,7 @@ from nblaunch._errors import OptionError
 from nblaunch.checks import doctor, nccl
 from nblaunch.checks.nccl import all_reduce
 from nblaunch.checks.report import DoctorReport, Level, ok
-from nblaunch.elastic import placement
+from nblaunch.host import placement
 from nblaunch.magic import commands
 
 FAST = """

@@ -14,10 +14,12 @@ import pytest
 from patience import eventually
 
 from nblaunch._errors import OptionError
-from nblaunch.nodes import join, process, slurm
+from nblaunch.host import join
+from nblaunch.host.join import place_of
+from nblaunch.nodes import process, slurm
 from nblaunch.nodes.asking import _why_ended, _why_lost
 from nblaunch.nodes.byhand import JoinEngine
-from nblaunch.nodes.engine import NodeFate, NodeProgram, Wish, own_address, place_of
+from nblaunch.nodes.engine import NodeFate, NodeProgram, Wish, own_address
 from nblaunch.nodes.process import ProcessEngine, StartedProgram
 from nblaunch.nodes.slurm import (
     QueuedJob,

@@ -23,24 +23,23 @@ from nblaunch._errors import LaunchError, OptionError, RunFailedError, RunPreemp
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.modules import digest_of
-from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group.hub import Hub
+from nblaunch.host import wire
+from nblaunch.host.hub import Hub
+from nblaunch.host.join import HERE_PLACE, place_of
+from nblaunch.host.link import encrypted
+from nblaunch.host.reach import Probe, try_all
+from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.nodes import fleet as fleet_module
-from nblaunch.nodes import messages as wire
 from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.engine import (
-    HERE_PLACE,
     Allocation,
     Engine,
     NodeFate,
     NodeProgram,
     Wish,
     own_address,
-    place_of,
 )
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
-from nblaunch.nodes.link import encrypted
-from nblaunch.nodes.reach import Probe, try_all
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     CellJob,
@@ -95,10 +94,11 @@ def wait_until(met: Callable[[], Any], what: str = "") -> Any:
 class Events:
     """What a group is told, on the hub's thread; it says no more than the group has to."""
 
-    def __init__(self, directory: Path, group: str = "g", *, keep: bool = False) -> None:
+    def __init__(self, group: str = "g", *, keep: bool = False) -> None:
         self.group, self.keep, self.attempt = group, keep, 0
-        self.log_directory = directory
         self.kept: Mapping[int, int] | None = None
+        self.ranks: set[int] = set()
+        self.backend = ""
         self.goes_on = self.saving = False
         self.told: list[tuple[Any, ...]] = []
         self.ended = threading.Event()
@@ -114,6 +114,7 @@ class Events:
     def wrote(self, rank: int) -> None: ...
 
     def node_started(self, workers: tuple[Worker, ...]) -> None:
+        self.ranks |= {each.rank for each in workers}
         self.told.append(("workers", [each.rank for each in workers]))
 
     def rank_gone(self, exited: Exited) -> None:
@@ -145,16 +146,23 @@ class Events:
         self.told.append(("placed", backend, device_type))
 
     def attempt_starting(
-        self, number: int, world_size: int, reason: str, kept: Mapping[int, int] | None = None
+        self,
+        number: int,
+        world_size: int,
+        reason: str,
+        *,
+        backend: str = "",  # noqa: ARG002 - as called
+        kept: Mapping[int, int] | None = None,
     ) -> None:
         if kept is None:
             self.peers.begin_attempt()
         self.attempt = number
         self.told.append(("attempt", number, world_size, reason))
-        self.kept = kept
+        self.kept, self.ranks = kept, set(kept or ())
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        self.told.append(("started", number, world_size, sorted(each.rank for each in workers)))
+        assert not workers, "they have been told"
+        self.told.append(("started", number, world_size, sorted(self.ranks)))
 
     def agent_ended(self, error: BaseException | None) -> None:
         self.error = error
@@ -167,8 +175,8 @@ class Events:
     def measured(self, usages: Mapping[int, Usage]) -> None:
         self.told.append(("measured", dict(usages)))
 
-    def dumped(self, rank: int, text: str) -> None:
-        self.told.append(("dumped", rank, text))
+    def stacks_read(self, stacks: Mapping[int, str]) -> None:
+        self.told.append(("stacks", stacks))
 
     def noted(self, text: str) -> None:
         self.told.append(("noted", text))
@@ -336,21 +344,20 @@ class Fleets:
 
     def group(self, fleet: NodeFleet, name: str = "g", *, keep: bool = False, **changed: Any) -> Events:
         """Connect a group, and start it."""
-        events = Events(self.directory / name, name, keep=keep)
+        events = Events(name, keep=keep)
         settings = AgentSettings(
             nproc=2,
-            options=LaunchOptions(max_restarts=0, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
+            options=replace(fleet.conf.options, monitor_interval=0.02, grace=0.5, shutdown_timeout=5),
             run_id="r",
             log_dir=self.directory,
         )
         told = cast("WorkerGroup", events)
-        connected = fleet.connect(
-            self.hub, replace(settings, options=replace(settings.options, **changed)), told, self.directory
+        peers = fleet.connect(
+            replace(settings, options=replace(settings.options, **changed)), told, self.directory
         )
-        assert isinstance(connected.peers, FleetGroup)
-        assert connected.agent is connected.peers
-        events.peers = connected.peers
-        connected.agent.start()
+        assert isinstance(peers, FleetGroup)
+        events.peers = peers
+        peers.start()
         return events
 
     def program(self) -> tuple[str, bytes]:
@@ -456,7 +463,7 @@ def test_what_ranks_send_and_print_and_return_comes_home(fleets):
     assert first == hello
     assert isinstance(second, Returned)
     assert second.value.pid
-    assert (events.log_directory / "hA-0" / "stdout.log").read_bytes() == b"from afar\n"
+    assert (events.peers.log_directory / "hA-0" / "stdout.log").read_bytes() == b"from afar\n"
 
 
 def test_a_payload_goes_to_each_node_once(fleets):
@@ -542,11 +549,11 @@ def test_what_is_stopped_before_it_has_begun_is_not_asked_for(fleets):
 
 def test_a_stop_before_the_start_asks_for_nothing(fleets):
     fleet = fleets.fleet()
-    events = Events(fleets.directory)
+    events = Events()
     settings = AgentSettings(2, LaunchOptions(), "r", fleets.directory)
-    connected = fleet.connect(fleets.hub, settings, events, fleets.directory)
-    assert isinstance(connected.peers, FleetGroup)
-    events.peers = connected.peers
+    peers = fleet.connect(settings, events, fleets.directory)
+    assert isinstance(peers, FleetGroup)
+    events.peers = peers
     events.peers.stop()
     assert events.ended.wait(SECONDS)
     events.peers.start()
@@ -810,7 +817,7 @@ def test_a_node_that_comes_late_and_reaches_nobody_is_sent_away_and_the_others_g
 def test_a_failure_begins_again_with_the_same_nodes(fleets):
     events = fleets.group(fleets.fleet(), max_restarts=1)
     nodes = fleets.run_two(events)
-    nodes[1].send(wire.Gone(group="g", attempt=0, rank=3, exitcode=1, expected=False))
+    nodes[1].send(wire.Gone(group="g", attempt=0, exited=Exited(rank=3, exitcode=1, time=0.0)))
     wait_until(lambda: events.of("gone"))
     events.peers.release(succeeded=False, others=frozenset({0, 1}))
     for node in nodes:
@@ -842,7 +849,7 @@ def test_of_a_connection_that_ends_its_own_node_is_asked_and_no_other(fleets):
 def test_a_kept_rank_that_dies_has_all_replaced(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
-    nodes[0].send(wire.Gone(group="g", attempt=0, rank=1, exitcode=-9, expected=False))
+    nodes[0].send(wire.Gone(group="g", attempt=0, exited=Exited(rank=1, exitcode=-9, time=0.0)))
     assert nodes[1].wait_for(wire.Restart).attempt == 0
     for node in nodes:
         node.meet_again(after=0)
@@ -914,11 +921,11 @@ def test_kept_ranks_go_on_under_other_numbers_and_lose_nothing_that_they_have_pr
     second.say(Hello(rank=0, token="", attempt=1, local_rank=0, world_size=2, node="hB", pid=1), attempt=1)
     wait_until(lambda: events.of("message"))
     assert [message.attempt for message, _ in events.of("message")] == [1]
-    assert (events.log_directory / "hB-2" / "stdout.log").read_text() == "before, between, after"
+    assert (events.peers.log_directory / "hB-2" / "stdout.log").read_text() == "before, between, after"
     events.peers.send(1, Proceed())
     fleets.hub.run(events.peers.turn)
     assert second.wait_for(wire.ForRanks).ranks == (1,)
-    second.send(wire.Gone(group="g", attempt=0, rank=3, exitcode=1, expected=False))
+    second.send(wire.Gone(group="g", attempt=0, exited=Exited(rank=3, exitcode=1, time=0.0)))
     wait_until(lambda: events.of("gone")[-1][0] == 1)
     assert second.wait_for(wire.Restart).attempt == 1
     second.meet_again(after=0)

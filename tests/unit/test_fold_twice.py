@@ -19,11 +19,12 @@ from test_lifecycle_machine import (
     raised,
 )
 from test_properties import HOSTILE, run_that_says
-from test_state import HISTORIES, REPORTS, folded
+from test_state import HISTORIES, folded
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Publish, Trigger
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Publish, Trigger
+from nblaunch.group.machine import RestartAsked
 from nblaunch.protocol.messages import (
     Arrived,
     Dispatch,
@@ -63,8 +64,8 @@ class Followed(Group):  # type: ignore[misc]  # a class of another test
 
     def check(self, before: GroupState, event: GroupEvent, actions: tuple[Action, ...]) -> None:
         super().check(before, event, actions)
-        if isinstance(event, life.JobGiven) and event.run is not None:
-            self.there = decode_state(encode_state(event.run))
+        if isinstance(event, life.JobGiven) and event.job is not None:
+            self.there = decode_state(encode_state(event.job.run))
         published = [isinstance(each, Publish) for each in actions]
         assert published == sorted(published, reverse=True), "others may feed what is folded later"
         for each in actions:
@@ -79,10 +80,8 @@ class Followed(Group):  # type: ignore[misc]  # a class of another test
 
 
 SEEN = st.one_of(
-    st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=ANY_TEXT).map(life.Observed),
-    st.builds(Waiting, ranks=st.dictionaries(RANKS, ANY_TEXT, max_size=2), doing=ANY_TEXT).map(life.Observed),
-    st.builds(LocatedAll, report=REPORTS).map(life.Observed),
-    st.builds(Displayed, rank=RANKS, data=st.just({"image/png": "aGk="})).map(life.Received),
+    st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=ANY_TEXT),
+    st.builds(Displayed, rank=RANKS, data=st.just({"image/png": "aGk="})),
 )
 
 
@@ -114,7 +113,7 @@ def test_both_folds_are_equal_from_the_first_fork_to_the_end(chance, kept, size)
 
 def test_a_job_that_is_given_to_ranks_which_run_already_is_followed_from_there():
     group = Followed(kept=True).start(1, given=False)
-    group.feed(life.Noted("known before"), life.JobGiven(PREPARE, 1.0))
+    group.feed(Noticed(text="known before"), life.JobGiven(PREPARE, 1.0))
     group.give()
     assert group.there.attempt.number == 1
     assert [rank.pid for rank in group.there.ranks.values()] == [10, 11]
@@ -131,7 +130,7 @@ def test_what_is_of_interest_to_the_group_only_is_not_published():
 def test_an_exit_that_is_explained_comes_after_what_was_folded_before():
     """The group feeds the explanation while it performs the actions of the step that has asked for it."""
     group = Followed(kept=True).start()
-    group.feed(life.WorkerExited(exited(1)), raised(0), life.RestartAsked("a restart"))
+    group.feed(exited(1), raised(0), RestartAsked("a restart"))
     group.now += 1
     group.feed(Trigger.TICK)
     assert group.there.failed
@@ -142,24 +141,21 @@ def test_an_exit_that_is_explained_comes_after_what_was_folded_before():
 
 @pytest.fixture
 def job():
-    return Job({None: Dispatch(job=FunctionJob(), payload=Payload(()))}, RunState.fresh(2))
+    return Job({None: Dispatch(job=FunctionJob(), payload=Payload(()))}, JobState(RunState.fresh(2)))
 
 
 REPORT = HangReport(groups=(), collectives={}, silent={0: "stack"}, finished=(1,))
 
 
 @pytest.mark.parametrize("doing", ["", "re-forming"])
-def test_a_job_is_followed_to_its_end_and_what_waits_for_the_end_comes_last(job, doing):
+def test_a_job_is_followed_to_its_end(job, doing):
     frames: list[bytes] = []
-    job.notice("before anyone follows it")
+    job.fold(Noticed(text="before anyone follows it"))
     there = decode_state(encode_state(job.state))
     job.listeners.append(lambda _, raw: frames.append(raw))
-    job.when_ended.append(lambda: frames.append(b"ended" if job.ended.is_set() else b"not yet"))
     job.fold(Waiting(doing=doing))
     job.fold(LocatedAll(report=REPORT))
-    job.end(5.0)
-    job.end(6.0)
-    assert frames.pop() == b"ended"
+    job.finish(5.0)
     messages = [decode_folded(each) for each in frames]
     ends = [Waiting(), RunEnded(time=5.0)] if doing else [RunEnded(time=5.0)]
     assert messages[-len(ends) :] == ends
@@ -170,7 +166,7 @@ def test_a_job_is_followed_to_its_end_and_what_waits_for_the_end_comes_last(job,
 def test_the_last_messages_are_published_before_the_job_has_ended(job):
     seen: list[bool] = []
     job.listeners.append(lambda *_: seen.append(job.ended.is_set()))
-    job.end(5.0)
+    job.finish(5.0)
     assert seen == [False]
     assert job.ended.is_set()
 

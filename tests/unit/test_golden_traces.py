@@ -8,9 +8,9 @@ from test_lifecycle_machine import GRACE, PREPARE, Group, attempt, hello, raised
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
-from nblaunch.group.lifecycle import Action, Order, Trigger
-from nblaunch.group.recovery import Send
-from nblaunch.protocol.messages import Answer, Asked, Collective, FromRank, Reached, Started, Where
+from nblaunch.group.lifecycle import Action, JobState, Trigger
+from nblaunch.group.machine import LocateRanks, Order, Send
+from nblaunch.protocol.messages import Answer, Asked, Collective, Reached, Started, Where
 from nblaunch.protocol.state import RunState
 
 KEYBOARD = "builtins.KeyboardInterrupt"
@@ -25,10 +25,10 @@ class Traced(Group):  # type: ignore[misc]  # a class of another test
         self.lines: list[str] = []
         self.began = self.now
         ending = Ending.of(timeout, hang_after, self.now)
-        self.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2), ending=ending))
+        self.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2), ending=ending)))
         self.start(given=False).feed(*(Started(rank=rank, time=1.0) for rank in range(2)))
 
-    def feed(self, *events: life.GroupEvent | FromRank) -> list[Action]:
+    def feed(self, *events: life.GroupEvent) -> list[Action]:
         actions: list[Action] = super().feed(*events)
         for each in actions:
             what = type(each.message).__name__ if isinstance(each, Send) else str(getattr(each, "name", each))
@@ -72,7 +72,7 @@ def test_an_interrupt_of_fresh_ranks_asks_where_they_are_and_the_second_skips_th
     group.after(0.1)
     assert group.trace().endswith("5.0 SKIP_GRACE, 5.0 STOP_AGENT")
     group.feed(Trigger.DRAINED, Trigger.AGENT_ENDED)
-    assert group.trace() == "5.0 CloseGroup, 5.0 FINISH_JOB"
+    assert group.trace() == "5.0 CLOSE_GROUP, 5.0 FINISH_JOB"
     assert group.error.startswith("the run was interrupted: [ranks 0-1] ")
     group = Traced(kept=False)
     group.feed(Trigger.INTERRUPT, Trigger.INTERRUPT)
@@ -211,14 +211,14 @@ def test_a_job_that_an_interrupt_spares_times_out_all_the_same():
 
 def test_who_looks_at_a_group_that_ends_has_an_answer_at_once():
     group = Traced(kept=True)
-    group.feed(life.LocateRanks(3, 1.0), Trigger.DRAINED, Trigger.AGENT_ENDED)
+    group.feed(LocateRanks(3, 1.0), Trigger.DRAINED, Trigger.AGENT_ENDED)
     assert group.trace().endswith("0.0 RanksLocated")
 
 
 def test_no_stack_is_read_of_a_process_that_has_not_said_hello():
     """The signal for it would end a process that does not handle it yet."""
     group = Traced(kept=True)
-    group.feed(life.LocateRanks(3, 1.0))
+    group.feed(LocateRanks(3, 1.0))
     starting = msgspec.structs.replace(attempt(1), pids={0: 10, 1: 11})
     group.feed(life.AttemptStarting(starting), life.WorkersForked(starting, frozenset({0, 1})))
     group.feed(hello(0, attempt=1))

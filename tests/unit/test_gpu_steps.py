@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from nblaunch.diagnose.failures import explain, explain_exit
 from nblaunch.diagnose.hang import report
-from nblaunch.group.recovery import Interruption, Steps
+from nblaunch.group.ending import Interruption, Steps
 from nblaunch.protocol.messages import Collective, FailureRecord, FreeCollective, Where
 from nblaunch.protocol.state import RunState, State
 

@@ -258,8 +258,10 @@ def test_the_table_of_sessions_counts_hosts_and_names_few_devices():
         pid=8,
         world_size=128,
         backend="nccl",
-        devices=tuple(f"cuda:{number}" for number in range(16)),
-        hosts=tuple(f"h{number}" for number in range(8)),
+        ranks=tuple(
+            RankStatus(rank, "idle", rank, f"cuda:{rank % 16}", None, node=f"h{rank // 16}")
+            for rank in range(128)
+        ),
     )
     line = sessions_table([info])
     assert "128 ranks (nccl) on 8 hosts, cuda:0, " in line

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nblaunch.group.recovery import Interruption, Sends
+from nblaunch.group.ending import Interruption
+from nblaunch.group.machine import Sends
 from nblaunch.protocol.messages import (
     Collective,
     Connection,

@@ -21,8 +21,8 @@ PACKAGE = Path(__file__).parents[2] / "nblaunch"
 LAYERS = (
     *("data", "options", "protocol", "insight", "results", "capture", "probes", "rank"),
     *(
-        "elastic",
         "diagnose",
+        "host",
         "group",
         "nodes",
         "runtime",
@@ -43,7 +43,7 @@ DOORS = {
 }
 """Where users come in; these may import anything, `nblaunch` itself only inside functions."""
 
-RUNTIME = {"probes", "rank", "elastic", "group", "nodes", "runtime"}
+RUNTIME = {"probes", "rank", "host", "group", "nodes", "runtime"}
 """What runs in a runtime's process, in those that it has forked, and on nodes that join."""
 
 CLIENTS = {"client", "view", "export", "magic", "testing", "door"}
@@ -81,8 +81,8 @@ OTHER_STATE = {
     "nblaunch.capture.pickling": "which class is which in pickles: ranks and kernel know them for their life",
     "nblaunch.capture.walk": "which attributes of a class only cache what it has computed, looked for once",
     "nblaunch.capture.tensors": "by thread: pickle hands its reducers nothing but the object",
-    "nblaunch.elastic.forkserver": "by thread: multiprocessing hands what starts a process nothing but it",
-    "nblaunch.elastic.keeper": "a program of its own: the queues that it waits on",
+    "nblaunch.host.forkserver": "by thread: multiprocessing hands what starts a process nothing but it",
+    "nblaunch.host.keeper": "a program of its own: the queues that it waits on",
     "nblaunch.view.panel": "how many pages came to this kernel, and the last panels for those that come back",
     "nblaunch.magic.export": "the cells that this notebook has run, by number",
 }
@@ -251,8 +251,8 @@ def test_a_kernel_loads_no_zmq_of_ours_and_torch_only_for_values_that_are_torchs
     assert all(each.lazy for each in torch)
 
 
-GIVES_PEERS = {"nblaunch.runtime.launch"}
-"""What starts worker groups hands each of them the function that connects its peers."""
+MAKES_HOSTS = {"nblaunch.runtime.launch"}
+"""What starts worker groups hands each of them the function that makes its hosts."""
 
 ASKS_FOR_NODES = {"nblaunch.runtime.place"}
 """What judges a request before anything is started."""
@@ -261,13 +261,13 @@ KEEPS_NODES = {"nblaunch.runtime.requests", "nblaunch.runtime.sessions"}
 """What may have nodes that outlive a group: a session's, and those that the doctor asks for."""
 
 
-def test_a_worker_group_knows_other_nodes_only_as_its_peers():
+def test_a_worker_group_knows_its_ranks_only_as_those_of_hosts():
     importers = {each.importer for each in OURS if each.imported.startswith("nblaunch.nodes")}
     others = {each for each in importers if layer_of(each) != "nodes"} - KEEPS_NODES
-    assert others == GIVES_PEERS | ASKS_FOR_NODES | {"nblaunch.__main__"}
-    group = ast.parse((PACKAGE / "group" / "group.py").read_text())
-    (peers,) = [each for each in group.body if isinstance(each, ast.ClassDef) and each.name == "Peers"]
-    assert [ast.unparse(base) for base in peers.bases] == ["Protocol"]
+    assert others == MAKES_HOSTS | ASKS_FOR_NODES
+    of_group = {each.imported for each in OURS if each.importer == "nblaunch.group.group"}
+    of_hosts = {each for each in of_group if each.startswith("nblaunch.host")}
+    assert of_hosts == {"nblaunch.host.local", "nblaunch.host.ranks", "nblaunch.host.settings"}
 
 
 def test_a_worker_group_does_not_know_whether_a_notebook_runs_it():
@@ -275,7 +275,7 @@ def test_a_worker_group_does_not_know_whether_a_notebook_runs_it():
     users = {
         each.importer
         for each in IMPORTS
-        if layer_of(each.importer) in {"elastic", "group", "nodes", "runtime"} and each.imported in notebook
+        if layer_of(each.importer) in {"host", "group", "nodes", "runtime"} and each.imported in notebook
     }
     assert users == set()
 
@@ -316,9 +316,19 @@ def test_what_is_a_callers_comes_with_its_requests():
 
 def test_what_decides_on_the_life_of_a_group_has_no_clock_no_thread_and_no_io():
     machines = {
-        f"nblaunch.group.{each}" for each in ("ending", "fitness", "lifecycle", "locating", "recovery")
+        f"nblaunch.group.{each}"
+        for each in ("ending", "fitness", "lifecycle", "locating", "machine", "recovery")
     }
-    pure = {"__future__", "collections.abc", "dataclasses", "enum", "msgspec", "msgspec.structs", "typing"}
+    pure = {
+        "__future__",
+        "collections.abc",
+        "dataclasses",
+        "enum",
+        "functools",
+        "msgspec",
+        "msgspec.structs",
+        "typing",
+    }
     ours = ("nblaunch.protocol", "nblaunch.diagnose", *machines)
     others = [str(each) for each in IMPORTS if each.importer in machines and each.imported not in pure]
     assert [each for each in others if not each.split(" imports ")[1].startswith(ours)] == []
@@ -332,7 +342,7 @@ def test_only_the_view_draws_with_widgets():
 
 def test_a_view_knows_states_and_nothing_of_the_group_that_it_shows():
     """`View` is a protocol's: the group draws on one that it has been given."""
-    below = {"group", "elastic", "nodes", "capture", "rank"}
+    below = {"group", "host", "nodes", "capture", "rank"}
     known = [each for each in OURS if layer_of(each.importer) == "view"]
     assert [str(each) for each in known if layer_of(each.imported) in below] == []
 
@@ -425,35 +435,35 @@ def test_no_function_is_too_long_to_read():
 # What each layer may touch; who else may has the reason beside it.
 
 RANKS_DOORS = {
-    "nblaunch.elastic.preload",  # the fork server
+    "nblaunch.host.preload",  # the fork server
 }
 
 SOCKETS = {
     "nblaunch.rank.control",
-    "nblaunch.group.hub",
-    "nblaunch.nodes.link",
-    "nblaunch.nodes.node",
-    "nblaunch.nodes.host",
+    "nblaunch.host.hub",
+    "nblaunch.host.link",
+    "nblaunch.host.relay",
+    "nblaunch.host.node_main",
 }
 
 SPEAKERS = {
     "nblaunch.__main__",
     "nblaunch._demo",
-    "nblaunch.nodes.join",
+    "nblaunch.host.join",
     "nblaunch.testing.modules",  # pytest -s
-    "nblaunch.nodes.host",
-    "nblaunch.client.jobs",  # remarks: other nodes join while the run waits
-    "nblaunch.client.wait",  # what ranks ask is answered while the run waits
+    "nblaunch.host.node_main",
+    "nblaunch.client.launch",  # remarks: other nodes join while the run waits
+    "nblaunch.client.run",  # what ranks ask is answered while the run waits
 }
 
 TORCHS_PRIVATE = {
     "nblaunch._devices": "which CPUs are near a GPU",
     "nblaunch.capture.recipes": "what torch.compile, parametrize and custom_op have made of objects",
     "nblaunch.capture.tensors": "storages that are shared, how tensors are rebuilt, hooks, counts of changes",
-    "nblaunch.elastic.agent": "the steps of the agent, and its processes",
-    "nblaunch.elastic.hooks": "the watchdog's and the event log's own steps",
-    "nblaunch.elastic.placement": "devices as NVML counts them, without CUDA",
-    "nblaunch.elastic.rendezvous": "a rendezvous that can be left and repeated from another thread",
+    "nblaunch.host.agent": "the steps of the agent, and its processes",
+    "nblaunch.host.hooks": "the watchdog's and the event log's own steps",
+    "nblaunch.host.placement": "devices as NVML counts them, without CUDA",
+    "nblaunch.host.rendezvous": "a rendezvous that can be left and repeated from another thread",
     "nblaunch.probes.collectives": "a kernel before each collective",
     "nblaunch.probes.profiling": "gloo's flight recorder",
     "nblaunch.rank.environment": "TORCH_LOGS, which torch reads once",
@@ -570,7 +580,7 @@ def test_no_module_changes_what_another_one_keeps():
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
         if isinstance(node.value, ast.Name) and node.value.id in of_ours(tree)
     }
-    assert changing == {"nblaunch.elastic.preload"}
+    assert changing == {"nblaunch.host.preload"}
 
 
 def of_ours(tree: ast.Module) -> set[str]:

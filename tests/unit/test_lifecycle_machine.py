@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.group import lifecycle as life
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Stage, Trigger, step
-from nblaunch.group.recovery import Send
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Stage, Trigger, step
+from nblaunch.group.machine import LocateRanks, Order, RestartAsked, Send
+from nblaunch.group.recovery import REFORMED
 from nblaunch.protocol.messages import (
-    Abort,
     Aborted,
     Arrived,
     AttemptStarted,
@@ -107,11 +107,10 @@ class Group:
         self.open_jobs = 0
         self.stages: set[tuple[Stage, Stage]] = set()
 
-    def feed(self, *events: GroupEvent | FromRank) -> list[Action]:
+    def feed(self, *events: GroupEvent) -> list[Action]:
         """Return what is to be done; explains exits, as a group does."""
         actions: list[Action] = []
-        for each_given in events:
-            event = life.Received(each_given) if isinstance(each_given, FromRank) else each_given
+        for event in events:
             before = self.state
             self.state, more = step(before, event, self.now)
             assert (self.state, more) == step(before, event, self.now), "the same every time"
@@ -136,7 +135,7 @@ class Group:
         after = self.state
         self.stages.add((before.stage, after.stage))
         if isinstance(event, life.JobGiven):
-            self.open_jobs = 1 if event.run is not None else 0
+            self.open_jobs = 1 if event.job is not None else 0
         for each in actions:
             if isinstance(each, Send | life.SendJob):
                 assert each.rank not in after.exited, f"{each} to a rank that is gone"
@@ -154,7 +153,7 @@ class Group:
     # --- shorthands ------------------------------------------------------------------------------
 
     def give(self, prepare: Prepare = PREPARE, *, internal: bool = False) -> list[Action]:
-        return self.feed(life.JobGiven(prepare, GRACE, RunState.fresh(self.size), internal))
+        return self.feed(life.JobGiven(prepare, GRACE, JobState(RunState.fresh(self.size), internal)))
 
     def fork(self, number: int = 0) -> list[Action]:
         ranks = frozenset(range(self.size))
@@ -203,9 +202,9 @@ def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_int
     group = Group()
     group.feed(life.AttemptStarting(attempt(0)))
     said: list[GroupEvent | FromRank] = [
-        *(life.Received(each) for rank in range(2) for each in (hello(rank), ready(rank))),
+        *(each for rank in range(2) for each in (hello(rank), ready(rank))),
         life.WorkersForked(attempt(0), frozenset({0, 1})),
-        life.JobGiven(PREPARE, GRACE, RunState.fresh(2)),
+        life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2))),
     ]
     random.Random(seed).shuffle(said)
     actions = group.feed(*said)
@@ -257,14 +256,14 @@ def test_a_kept_rank_that_dies_before_it_is_ready_ends_the_group_and_a_fresh_one
         group = Group(kept=kept)
         group.give()
         group.fork()
-        assert (Order.STOP_AGENT in group.feed(life.WorkerExited(exited(1)))) is kept
+        assert (Order.STOP_AGENT in group.feed(exited(1))) is kept
 
 
 def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
     group = Group().start()
     group.feed(returned(0))
     actions = group.feed(Trigger.AGENT_ENDED)
-    assert actions == [life.CloseGroup(succeeded=False), Order.FINISH_JOB]
+    assert actions == [Order.CLOSE_GROUP, Order.FINISH_JOB]
     assert group.stage() is Stage.CLOSED
 
 
@@ -274,10 +273,10 @@ def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
 def test_what_an_engine_says_is_the_jobs_and_that_of_each_later_one():
     group = Group(kept=True)
     group.give()
-    group.feed(life.Observed(WAITING))
+    group.feed(WAITING)
     assert group.state.at_work.engine == WAITING
     assert group.state.at_work.where == "waiting for slurm: job 3 PENDING, 0 of 2 nodes here"
-    group.feed(life.Observed(GRANTED))
+    group.feed(GRANTED)
     group.start(given=False)
     group.feed(Started(rank=0, time=1.0), Started(rank=1, time=1.0), returned(0), returned(1))
     group.give()
@@ -291,7 +290,7 @@ def test_names_of_hosts_travel_once_however_many_nodes_arrive():
     group.give()
     for joined in range(count + 1):
         said = msgspec.structs.replace(granted, joined=joined)
-        group.state, actions = step(group.state, life.Observed(said), group.now)
+        group.state, actions = step(group.state, said, group.now)
         for each in actions:
             if isinstance(each, life.Publish):
                 size += len(encode(each.message))
@@ -304,7 +303,7 @@ def test_names_of_hosts_travel_once_however_many_nodes_arrive():
 def test_a_job_for_a_rank_that_no_attempt_has_any_more_ends():
     group = Group(kept=True).start()
     group.feed(life.AttemptStarting(attempt(0, 2)))
-    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (1,))))
+    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (1,)))))
     assert group.state.working is not None
     assert finished(group.feed(life.AttemptStarting(attempt(1, 1))))
 
@@ -350,19 +349,18 @@ def test_after_a_failure_the_others_have_a_moment_to_say_what_happened_to_them()
     group.feed(raised(0))
     actions = group.after(0.06)
     assert actions == [life.ReleaseWorkers(succeeded=False, others=frozenset({2}))]
-    assert sent(group.feed(life.RanksStopped()), Leave) == [0, 1], "only once nobody is at work"
+    assert sent(group.feed(life.RanksStopped(frozenset(range(3)))), Leave) == [0, 1], (
+        "only once nobody is at work"
+    )
     assert finished(group.feed(Trigger.AGENT_ENDED))
 
 
 def test_a_rank_that_has_failed_is_waited_for_as_long_as_it_works_or_until_an_interrupt():
     """It ends as a script does: with its threads, and its exit functions."""
     group = Group().start()
-    saves = Finishing(rank=0, what="thread save")
-    assert Order.LET_FINISH not in group.feed(saves), "it has not failed yet: its job goes on"
     group.feed(raised(0))
     group.after(0.2)
-    group.feed(life.RanksStopped())
-    assert Order.LET_FINISH in group.feed(saves)
+    group.feed(life.RanksStopped(frozenset(range(3))), Finishing(rank=0, what="thread save"))
     assert not finished(group.after(100))
     assert Order.STOP_AGENT in group.interrupt()
     assert finished(group.feed(Trigger.AGENT_ENDED))
@@ -372,7 +370,7 @@ def test_a_fresh_group_that_starts_again_begins_its_job_again():
     group = Group().start()
     group.feed(returned(0), raised(1))
     group.after(0.2)
-    group.feed(life.WorkerExited(exited(1, 1)), Trigger.DRAINED)
+    group.feed(exited(1, 1), Trigger.DRAINED)
     assert Order.FORGET_VALUES in group.feed(life.AttemptStarting(attempt(1)))
     actions = group.feed(
         life.WorkersForked(attempt(1), frozenset({0, 1})), hello(0), hello(1), ready(0), ready(1)
@@ -410,8 +408,8 @@ def test_ranks_that_do_not_answer_keep_no_value_waiting():
 def test_a_rank_that_exits_badly_after_its_value_was_here_is_a_warning():
     group = Group().start()
     group.feed(returned(0), returned(1))
-    assert group.feed(life.WorkerExited(exited(0, 3))) == [
-        life.Warn("rank 0 ended with exit code 3 after its value was here")
+    assert group.feed(exited(0, 3)) == [
+        Noticed(text="rank 0 ended with exit code 3 after its value was here")
     ]
 
 
@@ -432,7 +430,7 @@ def test_a_payload_that_one_rank_cannot_load_is_kept_on_none():
 def test_how_far_ranks_are_is_asked_of_those_at_work():
     group = Group().start()
     group.feed(returned(0))
-    assert sent(group.feed(life.Observed(Measured(usages={}))), ReportReached) == [1]
+    assert sent(group.feed(Measured(usages={})), ReportReached) == [1]
 
 
 # --- interrupts ------------------------------------------------------------------------------------
@@ -521,7 +519,7 @@ def test_one_rank_raises_while_another_sits_in_all_reduce():
     assert not finished(group.feed(Recovered(rank=0, number=1))), "rank 1 answered an earlier order"
     assert finished(group.feed(Recovered(rank=1, number=1)))
     assert group.states() == [State.STOPPED, State.FAILED]
-    assert group.notices() == (life.REFORMED,)
+    assert group.notices() == (REFORMED,)
     assert group.stage() is Stage.READY
 
 
@@ -562,7 +560,7 @@ def test_a_job_that_succeeded_with_unlike_collectives_ends_once_the_group_is_for
     assert group.states() == [State.SUCCEEDED] * 2
     assert group.notices() == (
         "collectives do not match: in the default group (nccl2) rank 0 at #2, rank 1 at #1",
-        life.REFORMED,
+        REFORMED,
     )
 
 
@@ -623,12 +621,12 @@ def test_ranks_that_are_seen_to_be_at_it_have_a_minute():
 
 def test_the_death_of_a_kept_rank_ends_the_job_with_the_next_attempt():
     group = Group(kept=True).start()
-    assert not finished(group.feed(life.WorkerExited(exited(1)))), "its last words may still arrive"
+    assert not finished(group.feed(exited(1))), "its last words may still arrive"
     assert group.states() == [State.RUNNING, State.RUNNING]
     group.after(0.06)
     assert group.states() == [State.RUNNING, State.FAILED]
     assert group.after(1.0) == [], "the agent ends the others"
-    group.feed(life.WorkerExited(exited(0, -15, expected=True)), Trigger.DRAINED)
+    group.feed(exited(0, -15, expected=True), Trigger.DRAINED)
     assert finished(group.feed(life.AttemptStarting(attempt(1))))
     assert group.notices() == (GONE,)
     assert not group.feed(life.WorkersForked(attempt(1), frozenset({0, 1})), hello(0), hello(1))[2:]
@@ -636,7 +634,7 @@ def test_the_death_of_a_kept_rank_ends_the_job_with_the_next_attempt():
 
 def test_a_rank_whose_last_words_arrive_is_judged_by_them():
     group = Group(kept=True).start()
-    group.feed(life.WorkerExited(exited(1)), raised(1))
+    group.feed(exited(1), raised(1))
     group.after(0.2)
     assert group.state.job is not None
     failure = group.state.job.run.ranks[1].failure
@@ -646,7 +644,7 @@ def test_a_rank_whose_last_words_arrive_is_judged_by_them():
 
 def test_a_death_between_two_jobs_is_shown_with_the_next_that_the_user_sees():
     group = Group(kept=True).start()
-    group.feed(returned(0), returned(1), life.WorkerExited(exited(1)))
+    group.feed(returned(0), returned(1), exited(1))
     group.feed(life.AttemptStarting(attempt(1)))
     group.give(internal=True)
     assert group.notices() == ()
@@ -658,7 +656,7 @@ def test_a_death_between_two_jobs_is_shown_with_the_next_that_the_user_sees():
 
 def test_notes_that_the_user_knows_are_not_shown():
     group = Group(kept=True)
-    group.feed(life.Noted("known"), Trigger.FORGET_NOTES, life.Noted("news"))
+    group.feed(Noticed(text="known"), Trigger.FORGET_NOTES, Noticed(text="news"))
     group.give()
     assert group.notices() == ("news",)
 
@@ -671,7 +669,7 @@ def test_what_ranks_make_of_a_membership_change_is_no_failure():
     group.feed(returned(0))
     assert group.feed(Trigger.MEMBERSHIP_CHANGING) == []
     group.feed(raised(1, "torch.distributed.DistBackendError", PEER_GONE))
-    actions = group.feed(life.WorkerExited(exited(1, -15)), Trigger.DRAINED)
+    actions = group.feed(exited(1, -15), Trigger.DRAINED)
     assert {type(each) for each in actions} <= {life.Explain}, "the job is not over"
     assert group.states() == [State.SUCCEEDED, State.STOPPED]
     assert group.after(10) == []
@@ -686,7 +684,7 @@ def test_a_node_that_leaves_is_missed_only_if_the_others_are_too_few(enough):
     group = Group().start()
     actions = group.feed(life.NodeLeaving("b", asked=False, enough=enough))
     assert (Order.REJOIN_NODES in actions) is enough is group.state.changing
-    group.feed(life.WorkerExited(exited(1, expected=enough)), Trigger.DRAINED)
+    group.feed(exited(1, expected=enough), Trigger.DRAINED)
     assert group.states()[1] is (State.STOPPED if enough else State.FAILED)
 
 
@@ -695,7 +693,7 @@ def test_a_node_that_leaves_is_missed_only_if_the_others_are_too_few(enough):
 
 def loses(group: Group, *ranks: int) -> list[Action]:
     """Let a node be lost on which these ranks were."""
-    exits = (life.WorkerExited(exited(rank)) for rank in ranks)
+    exits = (exited(rank) for rank in ranks)
     return group.feed(life.NodeLeaving("hB", asked=False, enough=True, ranks=frozenset(ranks)), *exits)
 
 
@@ -742,7 +740,7 @@ def test_idle_ranks_go_on_at_once_without_those_that_are_lost():
     assert group.notices() == (
         "node hB was lost, with the variables of rank 0",
         "the group has 1 rank now; variables kept: rank 0; rank 0 formerly rank 1",
-        life.REFORMED,
+        REFORMED,
     )
 
 
@@ -791,7 +789,7 @@ def test_ranks_that_do_not_come_back_are_replaced():
 
 def test_a_job_that_none_of_the_lost_ranks_has_is_done_first():
     group = idle()
-    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (0,))))
+    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))))
     assert loses(group, 1) == []
     assert group.after(5) == []
     assert group.feed(returned(0)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
@@ -827,7 +825,7 @@ def test_a_node_that_is_lost_while_the_others_go_on_is_left_behind_too():
 
 def test_ranks_of_a_node_that_comes_form_a_group_with_those_that_are_there():
     group = idle()
-    assert group.feed(life.NodeArrived()) == [Order.REGROUP_NODES]
+    assert group.feed(Trigger.NODE_ARRIVED) == [Order.REGROUP_NODES]
     goes_on(group, {0: 0, 1: 1}, 3)
     starting = attempt(1, 3)
     group.feed(life.WorkersForked(starting, frozenset({2}), remote=True))
@@ -843,7 +841,7 @@ def test_ranks_of_a_node_that_comes_form_a_group_with_those_that_are_there():
 
 def test_a_node_that_comes_during_a_job_waits_for_its_end():
     group = Group(kept=True).start()
-    assert group.feed(life.NodeArrived()) == []
+    assert group.feed(Trigger.NODE_ARRIVED) == []
     group.feed(returned(0))
     assert group.feed(returned(1)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
 
@@ -854,7 +852,7 @@ def test_a_rank_that_dies_while_it_goes_on_does_not_end_the_session():
     goes_on(group, {0: 0, 1: 1}, 2)
     group.size = 2
     group.give()
-    group.feed(life.WorkerExited(exited(1)))
+    group.feed(exited(1))
     assert Order.STOP_AGENT not in group.after(5)
     assert GONE not in group.notices()
     assert not finished(group.feed(life.AttemptStarting(attempt(2))))
@@ -875,24 +873,13 @@ def test_ranks_that_are_not_ready_wait_for_a_node_in_place_of_one_that_was_lost(
     group.fork()
     group.feed(hello(0), hello(1))
     lost = life.NodeLeaving("hB", asked=False, enough=False, ranks=frozenset({1}))
-    group.feed(lost, life.WorkerExited(exited(1)), Trigger.DRAINED)
+    group.feed(lost, exited(1), Trigger.DRAINED)
     group.now += 600
     group.feed(Trigger.TICK)
     assert Order.STOP_AGENT not in group.done
     assert group.stage() is Stage.CHANGING
     group.start(1, given=False)
     assert group.stage() is Stage.RUNNING
-
-
-def test_all_ranks_let_go_of_nccl_before_one_is_killed():
-    group = Group().start(prepare=ON_GPUS)
-    actions = group.feed(Trigger.RANKS_ENDING)
-    assert sent(actions, Abort) == [0, 1]
-    assert Order.END_RANKS not in actions
-    group.feed(raised(0, "torch.distributed.DistBackendError", "aborted"))
-    assert group.states()[0] is State.RUNNING, "it is the abort that it has stumbled over"
-    assert group.feed(Trigger.RANKS_ENDING, Aborted(rank=0)) == []
-    assert group.feed(Aborted(rank=1)) == [Order.END_RANKS]
 
 
 # --- nodes that are taken back ---------------------------------------------------------------------
@@ -923,7 +910,7 @@ def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(kept):
         assert finished(group.feed(Trigger.AGENT_ENDED))
     assert group.state.job is not None
     assert (group.state.job.run.preempted, group.state.job.run.summary) == (NEAR.why, State.PREEMPTED)
-    assert not group.state.job.interrupted, "no user has done it"
+    assert not group.state.job.ending.interrupted, "no user has done it"
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -936,7 +923,7 @@ def test_what_has_failed_first_is_no_reason_to_end_those_that_save(kept):
 
 def test_a_job_waits_until_ranks_without_a_part_in_it_have_saved():
     group = Group(kept=True).start(given=False)
-    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (0,))), Started(rank=0, time=1.0))
+    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))), Started(rank=0, time=1.0))
     group.feed(NEAR, Preempted(rank=0), raised(0, INTERRUPTED))
     assert group.stage() is Stage.INTERRUPTED
     group.feed(Preempted(rank=1))
@@ -965,7 +952,7 @@ def test_a_job_that_has_failed_before_has_failed():
 def test_a_rank_of_a_node_that_sigterm_has_ended_waits_for_the_notice_for_a_moment(late, preempted):
     group = Group().start()
     group.feed(life.WorkersForked(attempt(0), frozenset({0, 1}), remote=True))
-    group.feed(life.WorkerExited(exited(1, -15)))
+    group.feed(exited(1, -15))
     group.after(late)
     assert group.states() == [State.RUNNING, State.RUNNING if preempted else State.FAILED]
     group.feed(NEAR, Preempted(rank=0), raised(0, INTERRUPTED))
@@ -986,7 +973,7 @@ def test_a_job_that_is_given_after_the_notice_runs_in_the_time_that_is_left():
 def test_ranks_that_go_with_their_nodes_while_they_save_have_not_failed():
     group = Group().start()
     group.feed(NEAR, Preempting(rank=0))
-    group.feed(life.WorkerExited(exited(0)), life.WorkerExited(exited(1)))
+    group.feed(exited(0), exited(1))
     group.after(0.1)
     assert group.states() == [State.STOPPED, State.STOPPED]
 
@@ -994,7 +981,7 @@ def test_ranks_that_go_with_their_nodes_while_they_save_have_not_failed():
 def test_nodes_that_were_taken_back_without_a_notice_preempt_the_job():
     group = Group().start()
     assert group.feed(life.Preemption("slurm job 7 has ended: time limit", None)) == []
-    group.feed(life.WorkerExited(exited(0)), life.WorkerExited(exited(1)), Trigger.DRAINED)
+    group.feed(exited(0), exited(1), Trigger.DRAINED)
     assert group.states() == [State.STOPPED, State.STOPPED]
 
 
@@ -1030,18 +1017,15 @@ SAID: list[Callable[[int], FromRank]] = [
     lambda rank: Recovered(rank=rank, number=1, error="broken"),
 ]
 EVENTS = st.one_of(
-    st.builds(lambda say, rank: life.Received(say(rank)), st.sampled_from(SAID), RANKS),
-    st.builds(
-        lambda rank, expected: life.WorkerExited(exited(rank, expected=expected)), RANKS, st.booleans()
-    ),
+    st.builds(lambda say, rank: say(rank), st.sampled_from(SAID), RANKS),
+    st.builds(lambda rank, expected: exited(rank, expected=expected), RANKS, st.booleans()),
     st.builds(lambda number: life.AttemptStarting(attempt(number)), st.integers(0, 3)),
     st.builds(lambda number: life.WorkersForked(attempt(number), frozenset({0, 1})), st.integers(0, 3)),
     st.builds(
         life.JobGiven,
         st.just(PREPARE),
         st.sampled_from([1.0, GRACE]),
-        st.sampled_from([None, RunState.fresh(2)]),
-        st.booleans(),
+        st.sampled_from([None, JobState(RunState.fresh(2)), JobState(RunState.fresh(2), internal=True)]),
     ),
     st.builds(
         life.NodeLeaving,
@@ -1056,28 +1040,27 @@ EVENTS = st.one_of(
         st.integers(0, 3),
         st.sampled_from([{0: 0}, {0: 1}, {0: 0, 1: 1}]),
     ),
-    st.just(life.NodeArrived()),
+    st.just(Trigger.NODE_ARRIVED),
     st.sampled_from(
         [
             Trigger.DRAINED,
-            Trigger.RANKS_ENDING,
-            life.RanksStopped(),
+            life.RanksStopped(frozenset({0})),
             Trigger.MEMBERSHIP_CHANGING,
             Trigger.HUB_LOST,
-            life.Observed(Noticed(text="a notice")),
-            life.Observed(Measured(usages={})),
-            life.Observed(WAITING),
-            life.Observed(GRANTED),
+            Noticed(text="a notice"),
+            Measured(usages={}),
+            WAITING,
+            GRANTED,
             life.PrepareChanged("nccl", "cuda"),
             life.Preemption("the limit is near", 120.0),
             life.Preemption("the nodes are gone", None),
-            life.Noted("a note"),
+            Noticed(text="a note"),
             Trigger.FORGET_NOTES,
             Trigger.INTERRUPT,
             Trigger.INTERRUPT_SPARING,
-            life.LocateRanks(1, 0.3),
+            LocateRanks(1, 0.3),
             life.StacksRead({0: "a stack"}),
-            life.RestartAsked("a restart"),
+            RestartAsked("a restart"),
             Trigger.DISMISS,
             Trigger.AGENT_ENDED,
         ]
@@ -1147,7 +1130,7 @@ class World:
 
     def exit(self, rank: int, exitcode: int, *, expected: bool) -> None:
         self.gone.add(rank)
-        self.perform(self.group.feed(life.WorkerExited(exited(rank, exitcode, expected=expected))))
+        self.perform(self.group.feed(exited(rank, exitcode, expected=expected)))
 
     def die(self, rank: int) -> None:
         """A process dies: the agent ends the others of a kept group, and starts it again."""
@@ -1257,7 +1240,7 @@ def test_ranks_that_are_being_replaced_are_ended_by_the_agent_when_their_session
     ready = Group(kept=True).start()
     assert Order.STOP_AGENT not in ready.feed(Trigger.DISMISS)
     replaced = Group(kept=True).start()
-    replaced.feed(life.WorkerExited(exited(1)))
+    replaced.feed(exited(1))
     assert Order.STOP_AGENT in replaced.feed(Trigger.DISMISS)
     replaced.feed(life.AttemptStarting(attempt(1)))
     assert replaced.state.stage is Stage.STARTING

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch._results import LogText, read_text
-from nblaunch.elastic import logs
-from nblaunch.elastic.logs import LogTail
-from nblaunch.elastic.settings import Worker
 from nblaunch.group.job import RankLogs
+from nblaunch.host import logs
+from nblaunch.host.logs import LogTail
+from nblaunch.host.settings import Worker
 from nblaunch.protocol.messages import Offsets, Payload, Returned, Started, Stream
 
 MIB = 1 << 20
@@ -163,7 +163,8 @@ class Logs:
             self.files.append(directory)
         places = [(str(each / "stdout"), str(each / "stderr")) for each in self.files]
         workers = [Worker(rank, rank, 0, *place) for rank, place in enumerate(places)]
-        self.logs.begin(self.attempt, tuple(workers))
+        self.logs.begin(self.attempt)
+        self.logs.extend(tuple(workers))
 
     def job(self, mebibytes: int):
         files = self.logs.begin_job(self.attempt)

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from nblaunch.client.shell import _Output
-from nblaunch.options.streams import OutputFilter
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import Cleared, Displayed, Noticed, Offsets, Printed, Stream, Unwritten
 from nblaunch.protocol.state import RunState, advance
@@ -32,7 +32,7 @@ def out(text, rank=0, stream=Stream.STDOUT):
     ],
 )  # fmt: skip
 def test_each_line_has_its_rank_and_its_stream(messages, stdout, stderr, capsys):
-    output = _Output(OutputFilter())
+    output = _Output(LaunchOptions())
     for message in messages:
         output.take(message)
     output.end()
@@ -41,7 +41,7 @@ def test_each_line_has_its_rank_and_its_stream(messages, stdout, stderr, capsys)
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_what_a_full_disk_did_not_take_is_named(ended, capsys):
-    output, state = _Output(OutputFilter()), RunState.fresh(3)
+    output, state = _Output(LaunchOptions()), RunState.fresh(3)
     for rank, size in ((2, 7), (0, 5), (2, 1200)):
         message = Unwritten(rank=rank, size=size)
         state = advance(state, message)
@@ -90,7 +90,7 @@ def printed_in(text):
 
 
 def test_of_a_short_job_text_and_displays_keep_their_order(tmp_path, capsys):
-    written, output = Written(tmp_path), _Output(OutputFilter())
+    written, output = Written(tmp_path), _Output(LaunchOptions())
     for message in (out("a\n"), figure(1), out("b\n"), out("e\n", stream=Stream.STDERR)):
         written.take(message)
     written.catch_up(output)
@@ -101,7 +101,7 @@ def test_of_a_short_job_text_and_displays_keep_their_order(tmp_path, capsys):
 @pytest.mark.parametrize("cleared", [False, True])
 def test_of_a_long_job_each_stream_is_whole_and_so_are_its_displays(cleared, tmp_path, capsys):
     """Also what the rank has cleared: a shell has no place to clear."""
-    written, output = Written(tmp_path), _Output(OutputFilter())
+    written, output = Written(tmp_path), _Output(LaunchOptions())
     for number in range(3 if cleared else LONG):
         written.take(out(f"{number:099}\n"))
         written.take(out(f"{number}\n", stream=Stream.STDERR))
@@ -120,7 +120,7 @@ def test_of_a_long_job_each_stream_is_whole_and_so_are_its_displays(cleared, tmp
 
 @pytest.mark.parametrize("lines", [3, LONG])
 def test_one_that_was_slow_to_read_misses_nothing_and_prints_nothing_twice(lines, tmp_path, capsys):
-    written, output = Written(tmp_path), _Output(OutputFilter())
+    written, output = Written(tmp_path), _Output(LaunchOptions())
     written.take(out("first\n"))
     written.catch_up(output)
     for message in (out("second\n"), figure(1), Noticed(text="read")):
@@ -138,7 +138,7 @@ def test_one_that_was_slow_to_read_misses_nothing_and_prints_nothing_twice(lines
 
 
 def test_what_options_keep_from_the_notebook_is_not_printed_from_the_files_either(tmp_path, capsys):
-    written, output = Written(tmp_path), _Output(OutputFilter(redirects="2"))
+    written, output = Written(tmp_path), _Output(LaunchOptions(redirects="2"))
     for number in range(LONG):
         written.take(out(f"{number:099}\n"))
     written.take(out("redirected\n", stream=Stream.STDERR))
@@ -148,7 +148,7 @@ def test_what_options_keep_from_the_notebook_is_not_printed_from_the_files_eithe
 
 
 def test_where_the_log_is_gone_the_beginning_and_the_end_are_printed(tmp_path, capsys):
-    written, output = Written(tmp_path), _Output(OutputFilter())
+    written, output = Written(tmp_path), _Output(LaunchOptions())
     for number in range(LONG):
         written.take(out(f"{number:099}\n"))
     logs = {0: (RankLogFiles(0, 0, str(tmp_path / "gone"), str(tmp_path / "gone")),)}
@@ -164,7 +164,7 @@ def test_where_the_log_is_gone_the_beginning_and_the_end_are_printed(tmp_path, c
 def test_an_animation_that_was_read_too_slowly_ends_with_its_last_picture_and_none_comes_twice(
     tmp_path, capsys
 ):
-    written, output = Written(tmp_path), _Output(OutputFilter())
+    written, output = Written(tmp_path), _Output(LaunchOptions())
     written.catch_up(output)
     for message in (figure(1), Cleared(rank=0, wait=True)):
         output.take(written.take(message))
@@ -179,7 +179,7 @@ def test_an_animation_that_was_read_too_slowly_ends_with_its_last_picture_and_no
 
 
 def test_a_rank_that_has_printed_to_one_stream_alone_may_lack_the_other_file(tmp_path, capsys):
-    written, output = Written(tmp_path), _Output(OutputFilter())
+    written, output = Written(tmp_path), _Output(LaunchOptions())
     written.paths[Stream.STDOUT].unlink()
     for number in range(LONG):
         written.take(out(f"{number:099}\n", stream=Stream.STDERR))

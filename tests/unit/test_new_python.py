@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nblaunch._keeper import environment
-from nblaunch.elastic.process_options import needs_new_python
+from nblaunch.host.process_options import needs_new_python
 
 ASYNC = "backend:cudaMallocAsync"
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_protocol import values_of
 
-from nblaunch.nodes import messages
-from nblaunch.nodes.messages import FromNode, ToNode, decode_from_node, decode_to_node, encode
+from nblaunch.host import wire
+from nblaunch.host.wire import FromNode, ToNode, decode_from_node, decode_to_node, encode
 
 FROM_NODE, TO_NODE = typing.get_args(FromNode), typing.get_args(ToNode)
 OF_A_GROUP = {
@@ -33,11 +33,11 @@ OF_A_GROUP = {
 def test_every_message_is_in_a_union():
     tagged = {
         each
-        for each in vars(messages).values()
+        for each in vars(wire).values()
         if isinstance(each, type)
         and issubclass(each, msgspec.Struct)
         and each.__struct_config__.tag is not None
-        and each.__module__ == messages.__name__
+        and each.__module__ == wire.__name__
     }
     assert tagged == {*FROM_NODE, *TO_NODE}
 

@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.group.hub import Hub
+from nblaunch.host.hub import Hub
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages
 from nblaunch.protocol.messages import (

@@ -16,6 +16,7 @@ from nblaunch.client.local import Client
 from nblaunch.magic import auto, commands, sessions
 from nblaunch.options.launch import OPTIONS, LaunchOptions, refuse_session_options, within
 from nblaunch.options.line import parse_line
+from nblaunch.protocol.client import RankStatus
 
 
 @pytest.fixture(autouse=True)
@@ -286,8 +287,7 @@ def test_sessions_are_listed_in_columns():
         notebook="/home/ann/train.ipynb",
         world_size=2,
         backend="gloo",
-        devices=("cpu",),
-        memory=231_000_000,
+        ranks=(RankStatus(0, "running", 1, "cpu", 231_000_000), RankStatus(1, "running", 2, "cpu", None)),
         running="cell",
         running_since=now - 12.2,
     )

@@ -35,9 +35,9 @@ from torch.distributed.elastic.timer import FileTimerServer
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 from nblaunch._errors import OptionError
-from nblaunch.elastic import agent as our_agent
-from nblaunch.elastic import forkserver as our_forkserver
-from nblaunch.elastic import rendezvous as our_rendezvous
+from nblaunch.host import agent as our_agent
+from nblaunch.host import forkserver as our_forkserver
+from nblaunch.host import rendezvous as our_rendezvous
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.probes import collectives
 from nblaunch.rank import in_place
@@ -379,7 +379,7 @@ def test_only_the_agents_layer_imports_torchelastic():
         if isinstance(node, ast.Import | ast.ImportFrom)
         and any("torch.distributed.elastic" in name for name in imported(node))
     }
-    assert {user.partition("/")[0] for user in users} == {"elastic"}
+    assert {user.partition("/")[0] for user in users} == {"host"}
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed
 
 import nblaunch
-from nblaunch.elastic import placement
+from nblaunch.host import placement
 
 
 @pytest.mark.parametrize("name", ["gloo", "cpu:gloo", "fake", "cpu:gloo,cuda:gloo"])

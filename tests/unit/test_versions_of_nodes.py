@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from nblaunch.nodes.host import this_machine
-from nblaunch.nodes.messages import Arriving, Inventory, decode_from_node, encode
+from nblaunch.host.node_main import this_machine
+from nblaunch.host.wire import Arriving, Inventory, decode_from_node, encode
 from nblaunch.nodes.versions import Differences, compare
 from nblaunch.protocol.client import Placement
 

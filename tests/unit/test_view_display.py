@@ -14,7 +14,7 @@ import pytest
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
-from nblaunch.client.wait import SilentView
+from nblaunch.client.run import SilentView
 from nblaunch.protocol.messages import (
     AttemptStarted,
     Displayed,

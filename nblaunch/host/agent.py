@@ -31,11 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nblaunch._errors import NblaunchError
 from nblaunch._waker import Waker
-from nblaunch.elastic import descriptors, forkserver, preload, rendezvous
-from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog, line_prefixes
-from nblaunch.elastic.settings import AgentEvents, AgentSettings, Worker
+from nblaunch.host import descriptors, forkserver, preload, rendezvous
+from nblaunch.host.directed import DirectedRendezvous
+from nblaunch.host.forkserver import Server
+from nblaunch.host.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog, line_prefixes
+from nblaunch.host.settings import AgentEvents, AgentSettings, Worker
+from nblaunch.host.wire import Meet
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_BARRIER_SECONDS = 5.0
@@ -69,7 +70,6 @@ class RankAgent(LocalElasticAgent):
 
         Where the runtime decides each rendezvous, the agent calls `waiting`, and then waits for `meet`.
         """
-        wanted = settings.processes
         self.settings = settings
         self._arguments = arguments
         self._events = events
@@ -79,8 +79,8 @@ class RankAgent(LocalElasticAgent):
             DirectedRendezvous(settings.run_id, waiting, self._stop) if settings.directed else None
         )
         self.rendezvous = self._directed or rendezvous.make_rendezvous(settings, self._stop)
-        self._kept_logs = KeptLogs(wanted.logs_specs, os.fspath(settings.log_dir))
-        self._stream = EventStream(wanted.event_log_handler, events.recorded)
+        self._kept_logs = KeptLogs(settings.options.logs_specs, os.fspath(settings.log_dir))
+        self._stream = EventStream(settings.options.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
         spec = WorkerSpec(
             role=settings.options.role,
@@ -133,7 +133,7 @@ class RankAgent(LocalElasticAgent):
         self._rejoin.set()
         self._waker.wake()
 
-    def meet(self, directed: DirectedRound) -> None:
+    def meet(self, directed: Meet) -> None:
         """Complete the rendezvous for which the agent waits."""
         if self._directed is not None:
             self._directed.meet(directed)
@@ -152,7 +152,7 @@ class RankAgent(LocalElasticAgent):
         """Skip what is left of the grace period."""
         self._grace_over.set()
 
-    def release(self, *, succeeded: bool, others: frozenset[int] = frozenset()) -> None:
+    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         """Let the ranks of this attempt end, and stop the `others`, which are still at work.
 
         From now on an exit code 0 is no failure; with `succeeded` no exit code is, since every value is
@@ -250,10 +250,10 @@ class RankAgent(LocalElasticAgent):
         return pids
 
     def _filter_lines(self, worker_group: WorkerGroup, context: PContext) -> None:
-        wanted = self.settings.processes
+        wanted = self.settings.options
         prefixes = line_prefixes(
             wanted.log_line_prefix_template,
-            self.settings.options.role,
+            wanted.role,
             {worker.local_rank: worker.global_rank for worker in worker_group.workers},
         )
         for stream, logs, words in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import psutil
 from nblaunch._cgroups import oom_kills
 from nblaunch._results import read_text
 from nblaunch.diagnose.failures import explain_exit
-from nblaunch.elastic.logs import read_end
+from nblaunch.host.logs import read_end
 from nblaunch.protocol.messages import DUMP_SIGNAL, Exited, dump_path, fatal_path
 from nblaunch.protocol.reports import readable_main_stack
 
@@ -80,6 +81,6 @@ class ExitReasons:
         if exited.expected or exited.reason:
             return exited
         dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
-        printed = read_end(stderr, _STDERR_BYTES) if stderr else ""
+        printed = read_end(stderr, _STDERR_BYTES) if stderr and exited.exitcode == -signal.SIGABRT else ""
         why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before, stderr=printed)
         return msgspec.structs.replace(exited, reason=why.reason, details=why.details)

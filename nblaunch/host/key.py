@@ -21,7 +21,7 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 
 if TYPE_CHECKING:
-    from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+    from nblaunch.host.settings import AgentSettings, RendezvousConfig
 
 KEY_FILE = "NBLAUNCH_JOIN_KEY_FILE"
 _LEAST_CHARACTERS, _LONGEST = 32, 4096

@@ -10,9 +10,9 @@ from nblaunch import _devices
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
-from nblaunch.elastic import hooks
-from nblaunch.elastic.placement import check_backend, check_numa_binding, visible_gpus
-from nblaunch.elastic.settings import ProcessSettings
+from nblaunch.host import hooks
+from nblaunch.host.placement import check_backend, check_numa_binding, visible_gpus
+from nblaunch.host.settings import ProcessSettings
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Placement
 
@@ -30,14 +30,7 @@ def process_settings(
     if method == "forkserver" and torch.backends.cuda.is_built():
         method = "spawn" if needs_new_python(environ, loaded_under) else method
     return ProcessSettings(
-        logs_specs=options.logs_specs,
-        duplicate_stdout_filters=options.duplicate_stdout_filters,
-        duplicate_stderr_filters=options.duplicate_stderr_filters,
-        log_line_prefix_template=options.log_line_prefix_template,
-        event_log_handler=options.event_log_handler,
-        numa_binding=options.numa_binding,
         start_method=method,
-        virtual_local_rank=options.virtual_local_rank,
         watchdog=environ.get(hooks.SWITCH) == _SWITCHED_ON,
         timer_file=environ.get(hooks.FILE),
         environ=encoded(environ) if method == "spawn" else (),

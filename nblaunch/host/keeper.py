@@ -45,7 +45,7 @@ from typing import NoReturn
 from nblaunch import _process_tree
 from nblaunch._locks import hold
 from nblaunch._process_tree import become_subreaper, die_with_parent
-from nblaunch.elastic import descriptors
+from nblaunch.host import descriptors
 
 ORDER = struct.Struct("<cBH")
 """What an order begins with: its kind, its number, and the length of the rest."""
@@ -163,7 +163,7 @@ class _Keeper:
             for fd in (self._orders.detach(), self._alive, *self._held, *self._ends.values()):
                 os.close(fd)
             die_with_parent(keeper)
-            from nblaunch.elastic.preload import serve
+            from nblaunch.host.preload import serve
 
             serve(requests_fd, alive, self._root, runtime)
         except BaseException:  # noqa: BLE001 - what follows in this process is the keeper's
@@ -393,7 +393,7 @@ def _ends_by_itself(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as its, open("/proc/self/cmdline", "rb") as own:
             command = its.read()
-            keeper = b"nblaunch.elastic.keeper" in command and command != own.read()
+            keeper = b"nblaunch.host.keeper" in command and command != own.read()
     except OSError:
         return False
     return keeper or b"multiprocessing.resource_tracker" in command

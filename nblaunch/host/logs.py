@@ -26,7 +26,7 @@ _HOLE = 2 | 1
 
 
 @dataclass(slots=True)
-class _File:
+class LogFile:
     """One log file, read so far up to `position`."""
 
     path: str
@@ -37,22 +37,28 @@ class _File:
     decoder: codecs.IncrementalDecoder | None = None
 
     def size(self) -> int:
+        """Return how much there is; 0 if the file is gone."""
         with contextlib.suppress(OSError):
             return os.stat(self.path).st_size
         return 0
 
-    def read(self, end: int) -> Iterator[str]:
+    def unread(self, end: int) -> Iterator[bytes]:
+        """Yield what has not been read yet before `end`."""
         if end <= self.position:
             return
         with contextlib.suppress(OSError):
             if self.file is None:
-                self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by `LogTail.close`
-            if self.decoder is None:
-                self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+                self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
             fd = self.file.fileno()
             while data := os.pread(fd, min(_STEP, end - self.position), self.position):
                 self.position += len(data)
-                yield self.decoder.decode(data)
+                yield data
+
+    def read(self, end: int) -> Iterator[str]:
+        """Yield the same as text."""
+        for data in self.unread(end):
+            self.decoder = self.decoder or codecs.getincrementaldecoder("utf-8")("replace")
+            yield self.decoder.decode(data)
 
     @property
     def printed(self) -> int:
@@ -60,10 +66,20 @@ class _File:
         return self.position - (0 if self.decoder is None else len(self.decoder.getstate()[0]))
 
     def free(self, end: int) -> None:
-        """Give back the room of what was read before `end`."""
-        self.freed = free(self.path, self.freed, min(end, self.position))
+        """Give back the room of what was read before `end`, in large steps.
+
+        A file system that cannot make holes (NFS before 4.2) keeps it.
+        """
+        end = min(end, self.position)
+        end -= end % _STEP
+        if end <= self.freed or sys.platform != "linux":
+            return
+        with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
+            ctypes.CDLL(None).fallocate(file.fileno(), _HOLE, ctypes.c_int64(0), ctypes.c_int64(end))
+        self.freed = end
 
     def close(self) -> None:
+        """Close the file, which may be read again."""
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -79,7 +95,7 @@ class LogTail:
     ) -> None:
         """With `bounded` the files keep their last `MOST_BYTES`; `brief` files are closed after each read."""
         self._rank, self._bounded, self._brief = rank, bounded, brief
-        self._files = {Stream.STDOUT: _File(stdout), Stream.STDERR: _File(stderr)}
+        self._files = {Stream.STDOUT: LogFile(stdout), Stream.STDERR: LogFile(stderr)}
 
     def of(self, rank: int) -> LogTail:
         """Return this tail, which from now on is that of another rank."""
@@ -141,19 +157,6 @@ class LogTail:
             file.close()
 
 
-def free(path: str, freed: int, end: int) -> int:
-    """Give back the room of a file's text from `freed` to `end`, in large steps; return where it now begins.
-
-    A file system that cannot make holes (NFS before 4.2) keeps it.
-    """
-    end -= end % _STEP
-    if end <= freed or sys.platform != "linux":
-        return freed
-    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
-        ctypes.CDLL(None).fallocate(file.fileno(), _HOLE, ctypes.c_int64(0), ctypes.c_int64(end))
-    return end
-
-
 def read_end(path: str, most: int) -> str:
     """Return the last `most` bytes of a log file as text; empty if it is gone."""
-    return read_text(path, max(_File(path).size() - most, 0))
+    return read_text(path, max(LogFile(path).size() - most, 0))

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from nblaunch.capture.modules import FilePrints, digest_of
-from nblaunch.nodes.messages import CodeFiles, CodeLacking, HaveCode, Piece
+from nblaunch.host.wire import CodeFiles, CodeLacking, HaveCode, Piece
 from nblaunch.protocol.messages import CodeFile, CodeManifest, CodeTree
 
 _SMALL = 64 * 1024

@@ -14,9 +14,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from nblaunch.elastic.settings import ProcessSettings, Worker
+from nblaunch.host.settings import ProcessSettings, Worker
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, ProtocolError, Stream, Usage
+from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, Exited, ProtocolError, Stream, Usage
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,15 +96,11 @@ class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One of its processes has ended."""
+    """One of its processes has ended, at a time by the node's clock."""
 
     group: str
     attempt: int
-    rank: int
-    exitcode: int
-    expected: bool
-    reason: str = ""
-    details: str = ""
+    exited: Exited
 
 
 class OthersStopped(msgspec.Struct, frozen=True, tag=True):
@@ -273,7 +269,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Prepare a group and its agent; answered by `MeetAgain` if the runtime decides each rendezvous.
 
     `nodes` are the least and the most, for torch's rendezvous, in which a node of an endpoint takes part;
-    such a node has a role and `processes` of its own.
+    such a node has `processes` and options of a node of its own.
     `backend` is the one asked for; `Prepare` carries the final one, once all nodes are known. `env` are
     variables for the ranks. `cwd` is the notebook's directory, used if it exists. `processes` lack `environ`:
     a node's ranks have the node's environment.

@@ -33,16 +33,11 @@ _BIND_SECONDS = 5.0
 _ALIVE_SECONDS = 1.0
 
 
-class Addressee(Protocol):
-    """A worker group as an address: each rank's socket is named after the group, the attempt and the rank."""
+class Member(Protocol):
+    """A host or a worker group; each rank's socket is named after its `group`, the attempt and the rank."""
 
     group: str
     attempt: int
-
-
-class Member(Addressee, Protocol):
-    """A worker group, as the hub sees it."""
-
     token: str
 
     @property
@@ -176,7 +171,7 @@ class Hub:
         """Return the groups whose messages are routed; only on the hub's thread."""
         return tuple(self._members.values())
 
-    def send(self, member: Addressee, rank: int, message: ToRank) -> None:
+    def send(self, member: Member, rank: int, message: ToRank) -> None:
         """Send to one rank of the group's present attempt; only on the hub's thread."""
         identity = f"{member.group}/{member.attempt}/{rank}".encode()
         with contextlib.suppress(zmq.ZMQError):

@@ -41,10 +41,10 @@ from zmq.utils import monitor, z85
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch.capture import shared_memory
-from nblaunch.elastic.rendezvous import first_free
-from nblaunch.group.hub import Hub
-from nblaunch.nodes.key import curve_secret
-from nblaunch.nodes.messages import (
+from nblaunch.host.hub import Hub
+from nblaunch.host.key import curve_secret
+from nblaunch.host.rendezvous import first_free
+from nblaunch.host.wire import (
     Arriving,
     FromNode,
     Piece,

@@ -52,16 +52,9 @@ class Worker(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """torchelastic's settings of the ranks' processes, logs and events; the defaults are its own."""
+    """How the ranks' processes start, besides the options; `start_method` is the one that is used."""
 
-    logs_specs: str | None = None
-    duplicate_stdout_filters: tuple[str, ...] = ()
-    duplicate_stderr_filters: tuple[str, ...] = ()
-    log_line_prefix_template: str = ""
-    event_log_handler: str = "null"
-    numa_binding: str | None = None
     start_method: str = "forkserver"
-    virtual_local_rank: bool = False
     watchdog: bool = False
     """Whether ranks that overrun an expiration timer are killed."""
     timer_file: str | None = None
@@ -88,10 +81,6 @@ class RendezvousConfig:
     """Whether this is the notebook's node, which hosts the store unless there is an etcd server."""
     node_rank: int = 0
     conf: tuple[tuple[str, str], ...] = ()
-    ranks_backend: str = ""
-    """Backend of the ranks' default process group."""
-    env: tuple[tuple[str, str], ...] = ()
-    """Variables that the ranks of all nodes get."""
     key: bytes = field(default=b"", repr=False)
     listener: str = ""
     """The address of the listener for nodes, once there is one."""
@@ -111,8 +100,13 @@ class AgentSettings:
     """Whether nobody has named that directory: its files are bounded, and go when no result needs them."""
     processes: ProcessSettings = field(default_factory=ProcessSettings)
     rdzv: RendezvousConfig | None = None
-    """None for a single node."""
+    """None for a single node, and for a group whose agents are all on nodes."""
     caller: Caller = field(default_factory=Caller)
+
+    @property
+    def nodes(self) -> bool:
+        """Whether there may be other nodes than this process."""
+        return self.rdzv is not None or self.options.on is not None
 
     @property
     def directed(self) -> bool:

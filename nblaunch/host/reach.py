@@ -28,10 +28,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from nblaunch.elastic.rendezvous import first_free
-from nblaunch.group.hub import Hub
-from nblaunch.nodes.key import curve_secret
-from nblaunch.nodes.messages import (
+from nblaunch.host.hub import Hub
+from nblaunch.host.key import curve_secret
+from nblaunch.host.rendezvous import first_free
+from nblaunch.host.wire import (
     OpenProbe,
     ProbeOpen,
     Reachable,

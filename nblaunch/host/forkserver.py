@@ -28,7 +28,7 @@ from nblaunch._help import FailureKind
 from nblaunch._keeper import FORK_SERVER_LOG, absolute_path, directory_or_root
 from nblaunch._process_tree import die_with_parent
 from nblaunch._runtime_dir import RuntimeDirectory, remove_tree
-from nblaunch.elastic import descriptors, keeper
+from nblaunch.host import descriptors, keeper
 
 START_METHOD = "nblaunch"
 """The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
@@ -438,7 +438,7 @@ def try_fork(server: Server, seconds: float, *, architectures: bool) -> tuple[st
 
     Asked there: torch may initialise CUDA to answer. Raises `LaunchError` if it does not end in time.
     """
-    from nblaunch.elastic.placement import write_architectures  # not where ranks import this module
+    from nblaunch.host.placement import write_architectures  # not where ranks import this module
 
     answer = server.directory.make("forked-") / "architectures"
     call, args = (write_architectures, (str(answer),)) if architectures else (os.getpid, ())

@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 
 from nblaunch._errors import NblaunchError, OptionError
@@ -33,13 +33,20 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._keeper import Boot, environment, starting
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.nodes.engine import AT_END, place_of
-from nblaunch.nodes.key import KEY_FILE, key_from_stdin, read_key
+from nblaunch.host.key import KEY_FILE, key_from_stdin, read_key
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
 from nblaunch.options.table import Option, plain_help
 
-LIVE = "nblaunch.nodes.host:live"
+PLACE = "NBLAUNCH_NODE_PLACE"
+"""The variable that tells a node program its place among the engine's nodes."""
+HERE, HERE_PLACE = "NBLAUNCH_NODE_HERE", -2
+"""The variable that marks the node of the notebook's machine (`--here`), and that node's place."""
+AT_END = "NBLAUNCH_NODE_AT_END"
+"""The variable with the command by which a node gives the allocation back once its runtime is gone."""
+_PLACES = (PLACE, "SLURM_NODEID")
+
+LIVE = "nblaunch.host.node_main:live"
 """What the node program calls, by name: the command does not import it."""
 READY, HEEDED = b"\xff", b"\0"
 CUT_OFF = 4
@@ -292,3 +299,25 @@ def _listens(endpoint: str) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def place_of(environ: Mapping[str, str]) -> int:
+    """Return the place that the engine gave this node; -1 if it has none.
+
+    >>> place_of({"SLURM_NODEID": "3"}), place_of({HERE: "1", PLACE: "0"})
+    (3, -2)
+    """
+    if environ.get(HERE):
+        return HERE_PLACE
+    for name in _PLACES:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    return -1
+
+
+def take_place(environ: MutableMapping[str, str]) -> int:
+    """Return this node's place, and remove it: the nodes that a rank starts with `--on` have others."""
+    place = place_of(environ)
+    for name in (HERE, PLACE, AT_END):
+        environ.pop(name, None)
+    return place

@@ -41,34 +41,33 @@ from nblaunch._inherited import check_start_method, encoded, working_directory
 from nblaunch._locks import boot_id
 from nblaunch._runtime_dir import remove_tree
 from nblaunch._version import __version__
-from nblaunch.elastic import descriptors, rendezvous
-from nblaunch.elastic.forkserver import server_of_fork
-from nblaunch.elastic.placement import own_gpus, place_ranks
-from nblaunch.elastic.process_options import (
+from nblaunch.host import descriptors, rendezvous, wire
+from nblaunch.host.code import NodeCode
+from nblaunch.host.forkserver import server_of_fork
+from nblaunch.host.join import CUT_OFF, HEEDED, NOTICES, READY, ProgramOrder, failed, take_place
+from nblaunch.host.key import KEY_FILE
+from nblaunch.host.link import LONGEST_SILENCE_SECONDS, REFUSALS, DataSocket, encrypted
+from nblaunch.host.local import LocalHost
+from nblaunch.host.placement import own_gpus, place_ranks
+from nblaunch.host.process_options import (
     check_process_options,
     needs_new_python,
     process_settings,
     unheeded,
 )
-from nblaunch.elastic.settings import DIRECTED, AgentSettings, ProcessSettings, RendezvousConfig
-from nblaunch.group.runtime import LocalRuntime
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.code import NodeCode
-from nblaunch.nodes.engine import take_place
-from nblaunch.nodes.join import CUT_OFF, HEEDED, NOTICES, READY, ProgramOrder, failed
-from nblaunch.nodes.key import KEY_FILE
-from nblaunch.nodes.link import LONGEST_SILENCE_SECONDS, REFUSALS, DataSocket, encrypted
-from nblaunch.nodes.messages import Inventory
-from nblaunch.nodes.node import NodeRelay, of_this_machine, orders_of, send_to_notebook
-from nblaunch.nodes.reach import Probe, interfaces, try_later
+from nblaunch.host.reach import Probe, interfaces, try_later
+from nblaunch.host.relay import NodeRelay, of_this_machine, orders_of, send_to_notebook
+from nblaunch.host.settings import DIRECTED, AgentSettings, ProcessSettings, RendezvousConfig
+from nblaunch.host.wire import Inventory
 from nblaunch.options.kinds import port_range
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
 from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import ProtocolError
 
 _ANSWER_SECONDS = 30.0
 _LOOK_MS = 50
+_OUTPUT_SECONDS = 0.05
 _LEAVE_SECONDS = 5.0
 _TRIAL_SECONDS = 2.0
 _LINGER_MS = 2000
@@ -102,7 +101,7 @@ def live(link_fd: int, requests_fd: int, orders_fd: int, root: str, keeper: int)
         _log_errors_only()
         gc.freeze()
         gc.enable()
-        status = _serve(LocalRuntime(server), order, link)
+        status = _serve(LocalHost(server), order, link)
     except BaseException:  # noqa: BLE001 - nothing else would report it
         sys.excepthook(*sys.exc_info())
     finally:
@@ -126,7 +125,7 @@ def _log_errors_only() -> None:
             ctypes.c_int.in_dll(library, _LEVEL_NAME).value = _ERRORS
 
 
-def _serve(runtime: LocalRuntime, order: ProgramOrder, link: sockets.socket) -> int:
+def _serve(runtime: LocalHost, order: ProgramOrder, link: sockets.socket) -> int:
     options = parse_line(shlex.join(order.words)).options
     key = order.key.encode()
     signals: list[int] = []
@@ -176,7 +175,7 @@ def _joined(name: str, nproc: int) -> None:
 
 
 def _join_run(
-    runtime: LocalRuntime, options: LaunchOptions, key: bytes, signals: list[int], stopped: threading.Event
+    runtime: LocalHost, options: LaunchOptions, key: bytes, signals: list[int], stopped: threading.Event
 ) -> int:
     """Be a node of the run at an endpoint, whose store or etcd server has the address of the listener."""
     rdzv = rendezvous.config_of(options, joining=True)
@@ -237,7 +236,7 @@ class NodeHost:
 
     def __init__(
         self,
-        runtime: LocalRuntime,
+        runtime: LocalHost,
         listener: str,
         key: bytes,
         options: LaunchOptions,
@@ -258,6 +257,7 @@ class NodeHost:
         self._data: DataSocket | None = None
         self._relays: dict[str, NodeRelay] = {}
         self._code = NodeCode(runtime.directory.make("code-"), self._send, self._look)
+        self._next_look = 0.0
         self._finished = self._cut_off = False
         self._why = ""
         """Why this node ends before the runtime has finished with it."""
@@ -490,9 +490,15 @@ class NodeHost:
             self._data.close()
 
     def _flush(self) -> float:
-        for relay in list(self._relays.values()):
+        """Send what ranks have sent, and what they have printed; return in how many seconds to look again."""
+        now, relays = time.monotonic(), list(self._relays.values())
+        if now >= self._next_look:
+            self._next_look = now + _OUTPUT_SECONDS
+            for relay in relays:
+                relay.send_output()
+        for relay in relays:
             relay.flush()
-        return float("inf")
+        return self._next_look - now if relays else math.inf
 
     def _receive(self) -> None:
         for message, data in orders_of(self._socket):
@@ -547,11 +553,12 @@ class NodeHost:
         options, loaded_under = self._options, self._runtime.server.loaded_under()
         if self._rdzv is None:
             processes = _processes(opened.processes, environ, loaded_under)
-            run_id = opened.group
+            run_id, told = opened.group, opened.options
         else:
             processes = process_settings(options, environ, loaded_under)
-            run_id = options.rdzv_id or ""
-        alone = processes.virtual_local_rank
+            own = {each.name: getattr(options, each.name) for each in OPTIONS if each.scope == "node"}
+            run_id, told = options.rdzv_id or "", replace(opened.options, **own)
+        alone = told.virtual_local_rank
         placement = place_ranks(options.nproc_per_node, opened.backend, environ, virtual_local_rank=alone)
         descriptors.make_room(placement.nproc)
         forked = self._rdzv is None and processes.start_method == "forkserver"
@@ -560,11 +567,7 @@ class NodeHost:
         settings = AgentSettings(
             nproc=placement.nproc,
             # The notebook decides when to give up.
-            options=replace(
-                opened.options,
-                role=opened.options.role if self._rdzv is None else options.role,
-                max_restarts=_UNLIMITED,
-            ),
+            options=replace(told, max_restarts=_UNLIMITED),
             run_id=run_id,
             log_dir=logs,
             private_logs=not options.log_dir,
@@ -594,7 +597,7 @@ def _directory(opened: wire.OpenGroup) -> bytes:
     if not opened.cwd:
         return working_directory()
     # Slurm gives nodes the notebook's HOME, which may not be there either.
-    home = os.path.expanduser(b"~")  # noqa: PTH111 - never raises
+    home = os.path.expanduser(b"~")
     return next(filter(os.path.isdir, (opened.cwd, home)), os.fsencode(tempfile.gettempdir()))
 
 

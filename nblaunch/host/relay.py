@@ -11,12 +11,11 @@ import contextlib
 import functools
 import os
 import pickle
-import secrets
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 import zmq
@@ -25,34 +24,24 @@ from nblaunch import _inherited
 from nblaunch._errors import LaunchError
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose.failures import value_lost
-from nblaunch.elastic.agent import AgentThread
-from nblaunch.elastic.directed import DirectedRound
-from nblaunch.elastic.logs import MOST_BYTES, free
-from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group.runtime import LocalRuntime
-from nblaunch.group.stacks import ExitReasons, stacks_of_silent
-from nblaunch.group.usage import SeenGpus, measuring
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.code import NodeCode
-from nblaunch.nodes.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
+from nblaunch.host import wire
+from nblaunch.host.code import NodeCode
+from nblaunch.host.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
+from nblaunch.host.local import LocalHost
+from nblaunch.host.logs import MOST_BYTES, LogFile
+from nblaunch.host.ranks import RankHost
+from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.protocol.client import Event, Placement
 from nblaunch.protocol.messages import (
     Abort,
-    Aborted,
-    Adopt,
-    CellJob,
     Dispatch,
-    Entered,
     Exited,
     FailureRecord,
-    Finishing,
     FromRank,
     Hello,
     Interrupt,
     InterruptSeen,
     Leave,
-    Measured,
-    Orders,
     Payload,
     Preempt,
     Preempted,
@@ -65,12 +54,11 @@ from nblaunch.protocol.messages import (
     Started,
     Stream,
     ToRank,
+    Usage,
     decode_to_rank,
     encode,
 )
-from nblaunch.protocol.state import RankState, RunState
 
-_LOG_BYTES = 1 << 20
 _END_SECONDS = 5.0
 _GONE = "  its process has ended"
 # An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
@@ -78,16 +66,14 @@ _ABORT_SECONDS = 2.0
 
 
 class NodeRelay:
-    """Relays between this node's ranks of one group and the notebook.
+    """Relays between this node's host of one group and the notebook.
 
-    On the hub's thread, except the agent's calls and methods that say otherwise.
+    On the hub's thread, except where a method says otherwise.
     """
-
-    quiet = False
 
     def __init__(  # noqa: PLR0913 - what a group is, and what of this process and node it uses
         self,
-        runtime: LocalRuntime,
+        local: LocalHost,
         send: Callable[[wire.FromNode, memoryview | bytes | None], None],
         settings: AgentSettings,
         prepare: Callable[[Prepare], Prepare],
@@ -103,48 +89,35 @@ class NodeRelay:
         `send` sends to the notebook, on the hub's thread. The notebook's name for this node is `node`, and
         its clock is ahead by `clock` seconds. `note` is a text about this machine's ranks for the user.
         """
-        self.group, self.token = secrets.token_hex(4), secrets.token_hex(16)
         self.name = opened.group
         """The group's at the notebook."""
-        self.attempt, self.ended = -1, threading.Event()
+        self.ended = threading.Event()
         self.succeeded = False
         """Whether the notebook has released the ranks with all of their values."""
         self.left = ""
         """Why this node left before the run was over."""
         self.longest_end = settings.options.shutdown_timeout + settings.options.grace + _END_SECONDS
         """How many seconds the group may take to end after it was released or stopped."""
-        self._hub, self._to_notebook, self._prepare, self._code = runtime.hub, send, prepare, code
+        self._hub, self._to_notebook, self._prepare, self._code = local.hub, send, prepare, code
         self._node, self._clock, self._note = node, clock, note
-        self._directory = runtime.directory.make("group-")
+        self._directory = local.directory.make("group-")
         self._log_directory, self._private_logs = settings.log_dir, settings.private_logs
-        self._exit_reasons = ExitReasons(self._directory)
         self._outgoing, self._incoming = OutgoingTransfer(), IncomingTransfer(self._directory)
-        self._titles: dict[str, str] = {}
-        self._logs: dict[int, list[_Log]] = {}
+        self._logs: dict[int, dict[Stream, LogFile]] = {}
         self._waits: list[bytes] = []
         """Messages of ranks to send with the hub's next turn, or before any other message."""
-        self._prepared: Prepare | None = None
-        """As the ranks of this machine got it last."""
-        self._processes, self._keep, self._nproc = settings.processes, opened.keep, settings.nproc
-        self._aborting: set[int] = set()
-        """Ranks that are to be ended, but are still inside NCCL."""
-        self._clear(0)
-        self._may_end, self._measuring = threading.Event(), contextlib.ExitStack()
+        self._clear()
         try:
-            self._agent = AgentThread(
-                settings, self._rank_arguments, self, runtime.server, self._awaits_meeting
+            self._host = RankHost(
+                local, settings, self, self._directory, keep=opened.keep, waiting=self._awaits_meeting
             )
         except BaseException:
             remove_tree(self._directory)
             raise
 
-    def _clear(self, base: int) -> None:
+    def _clear(self) -> None:
         """Have the state of an attempt whose processes are to come."""
-        self._started = self._ending = False
-        self._base, self._shift = base, 0
-        """The first rank, and by how much the ranks' numbers differ from those that the agent knows."""
-        self._ranks: dict[int, RankState] = {}
-        """The processes that have not ended."""
+        self._started = False
         self._early: list[tuple[FromRank, bytes]] = []
         """Messages of ranks before the notebook knows their processes."""
         self._tickets: dict[int, Payload] = {}
@@ -160,18 +133,16 @@ class NodeRelay:
 
     def start(self) -> None:
         """Meet the other nodes, and start the ranks; from any thread."""
-        self._hub.add(self)
-        self._agent.start()
+        self._host.start()
 
     def stop(self, why: str) -> None:
         """End the ranks, and then the agent; from any thread."""
         self.left = self.left or why
-        self._agent.stop()
+        self._host.stop()
 
     def join(self) -> None:
         """Wait for the agent's thread, and close; not on the hub's thread."""
-        self._measuring.close()
-        self._agent.join(_END_SECONDS)
+        self._host.join(_END_SECONDS)
         with contextlib.suppress(LaunchError):  # the hub has ended, and uses neither any more
             self._hub.run(self._close, _END_SECONDS)
         remove_tree(self._directory)
@@ -179,77 +150,64 @@ class NodeRelay:
             remove_tree(self._log_directory)
 
     def _close(self) -> None:
-        self._hub.remove(self)
+        self._host.close(succeeded=self.succeeded)
         self._incoming.close()
 
     @property
     def saved(self) -> bool:
         """Whether all ranks here have saved after an order to; from any thread."""
-        return not self._ranks or (self._saving is not None and not self._saving)
+        return not self._host.ranks or (self._saving is not None and not self._saving)
 
     def _awaits_meeting(self) -> None:
         note, self._note = self._note, ""
-        self._hub.call(lambda: self._send(wire.MeetAgain(group=self.name, after=self.attempt, error=note)))
+        self._hub.call(
+            lambda: self._send(wire.MeetAgain(group=self.name, after=self._host.attempt, error=note))
+        )
 
     # --- from the notebook -------------------------------------------------------------------------
 
     def obey(self, message: wire.ToNode, data: memoryview) -> None:
         """Carry out an order of the notebook; drop one for another attempt than the current one."""
+        host, attempt = self._host, self._host.attempt
         match message:
-            case wire.Meet(attempt=attempt):
+            case wire.Meet():
                 # Set now, not at the fork: the notebook may order the next restart at once.
-                self._begin(attempt, message.base_rank)
-                self._agent.meet(_round_of(message))
-            case wire.AdoptRanks() if message.attempt == self.attempt:
+                self._begin()
+                host.begin(message.attempt)
+                host.meet(message)
+            case wire.AdoptRanks() if message.attempt == attempt:
                 self._go_on_as(message)
-            case wire.ForRanks(attempt=attempt, ranks=ranks, data=encoded) if attempt == self.attempt:
+            case wire.ForRanks(ranks=ranks, data=encoded) if message.attempt == attempt:
                 to_rank = decode_to_rank(encoded, "the notebook")
                 for rank in ranks:
                     self._order(rank, to_rank)
             case wire.MeasureRanks(wanted=wanted):
-                self._measure(wanted=wanted)
-            case wire.Restart(attempt=attempt) if attempt == self.attempt:
-                self._agent.restart()
+                host.measure(wanted=wanted)
+            case wire.Restart() if message.attempt == attempt:
+                host.restart()
             case wire.EndGroup():
-                self._agent.stop()
+                host.stop()
             case wire.Piece():
                 self._incoming.receive(message, data)
-            case wire.Release(succeeded=succeeded, others=others) if message.attempt == self.attempt:
+            case wire.Release(succeeded=succeeded) if message.attempt == attempt:
                 self.succeeded = succeeded
-                self._agent.release(
-                    succeeded=succeeded, others=frozenset(rank - self._shift for rank in others)
-                )
+                host.release(succeeded=succeeded, others=frozenset(message.others))
             case wire.SkipGrace():
-                self._agent.skip_grace()
+                host.skip_grace()
             case wire.DumpStacks(ranks=ranks):
-                self._find_out(ranks)
+                host.read_stacks(frozenset(ranks))
             case _:
                 pass
 
     def _go_on_as(self, message: wire.AdoptRanks) -> None:
         """Go on with the same ranks in another attempt; their agent does not notice."""
         self.flush()
-        before, shift = self._shift, message.base_rank - self._base
-        numbers = {rank + before: rank + shift for rank in range(self._base, self._base + self._nproc)}
-        for old, new in numbers.items():
-            other = Adopt(
-                attempt=message.number,
-                rank=new,
-                world_size=message.world_size,
-                group_rank=message.node_rank,
-                group_world_size=message.node_count,
-            )
-            self._hub.send(self, old, other)
-        self.attempt, self._shift = message.number, shift
+        numbers = self._host.go_on_as(message)
         self._held, self._whole = {}, set()
         if self._saving is not None:
             self._saving = {numbers[rank] for rank in self._saving}
         self._logs = {numbers[rank]: logs for rank, logs in self._logs.items()}
         self._tickets = {numbers[rank]: ticket for rank, ticket in self._tickets.items()}
-        self._ranks = {
-            numbers[rank]: msgspec.structs.replace(known, rank=numbers[rank])
-            for rank, known in self._ranks.items()
-        }
 
     def _order(self, rank: int, message: ToRank) -> None:
         """Deliver a message, unless it waits behind a job whose payload is still on its way."""
@@ -293,26 +251,11 @@ class NodeRelay:
         if held and held[0] is message:  # the job has not been taken back
             self._go_on(rank)
 
-    def _find_out(self, ranks: tuple[int, ...]) -> None:
-        """Report the stacks of these ranks, which do not answer; on a thread, because it may block."""
-        # Processes and their dump files have the numbers with which the ranks began.
-        shift, known = self._shift, self._ranks
-        pids = {rank - shift: known[rank].pid or 0 for rank in ranks if rank in known}
-        titles, gone = self._titles.copy(), {rank: _GONE for rank in ranks if rank not in known}
-
-        def look() -> None:
-            found = stacks_of_silent(pids, str(self._directory), titles)
-            for rank, text in {**gone, **{rank + shift: text for rank, text in found.items()}}.items():
-                dumped = wire.Dumped(group=self.name, rank=rank, text=text)
-                self._hub.call(functools.partial(self._send, dumped))
-
-        threading.Thread(target=look, name="nblaunch-stacks", daemon=True).start()
-
     def _deliver(self, rank: int, message: ToRank) -> None:
         """Send a message to a rank, as a rank of this machine gets it."""
         match message:
             case Prepare():
-                message = self._prepared = self._prepare(message)
+                message = self._prepare(message)
             case Dispatch():
                 try:
                     message = self._with_payload(rank, message)
@@ -325,13 +268,10 @@ class NodeRelay:
                     return
             case _:
                 pass
-        self._hub.send(self, rank, message)
+        self._host.send(rank, message)
 
     def _with_payload(self, rank: int, dispatch: Dispatch) -> Dispatch:
         """Return a job as a rank of this machine gets it. Raises the error of incomplete data."""
-        self._titles = {name: title for name, (title, _) in dispatch.sources.items()}
-        if isinstance(dispatch.job, CellJob):
-            self._titles[dispatch.job.filename] = dispatch.job.title
         ticket, before = dispatch.payload, self._tickets.get(rank)
         self._tickets[rank] = ticket
         if before is not None and before not in self._tickets.values():
@@ -376,50 +316,22 @@ class NodeRelay:
         )
         self._pass_on(Raised(rank=rank, failure=failure))
 
-    def _measure(self, *, wanted: bool) -> None:
-        """Start or stop measuring the ranks."""
-        self._measuring.close()
-        if not wanted:
-            return
-
-        def report(measured: Measured) -> None:
-            used = wire.RanksMeasured(group=self.name, attempt=self.attempt, usages=measured.usages)
-            self._hub.call(lambda: self._send(used))
-
-        alone, prepared = self._processes.virtual_local_rank, self._prepared
-        seen = None if prepared is None else SeenGpus.by(prepared, alone=alone)
-        self._measuring.enter_context(measuring(self._state, report, wanted=True, seen=seen))
-
-    def _state(self) -> RunState:
-        return msgspec.structs.replace(RunState.fresh(0), ranks=self._ranks.copy())
-
     def flush(self) -> None:
         """Send the ranks' messages since the last turn."""
         if self._waits:
             data, self._waits = tuple(self._waits), []
-            self._to_notebook(wire.RankMessages(group=self.name, attempt=self.attempt, data=data), None)
+            self._to_notebook(wire.RankMessages(group=self.name, attempt=self._host.attempt, data=data), None)
 
     def _send(self, message: wire.FromNode, data: memoryview | bytes | None = None) -> None:
         self.flush()
         self._to_notebook(message, data)
 
-    # --- from the ranks ----------------------------------------------------------------------------
+    # --- from the host ---------------------------------------------------------------------------
 
     def receive(self, message: FromRank, data: bytes) -> None:
         """Send a rank's message on, after the output that came before it."""
-        match message:
-            case Entered(rank=rank, device=device) if rank in self._ranks:
-                self._ranks[rank] = msgspec.structs.replace(self._ranks[rank], device=device)
-            case Aborted(rank=rank):
-                self._released(rank)
-            case Preempted(rank=rank):
-                self._has_saved(rank)
-            case Raised() if self._ending:
-                return  # the rank failed because of the abort
-            case Finishing():
-                self._agent.let_finish()
-            case _:
-                pass
+        if isinstance(message, Preempted):
+            self._has_saved(message.rank)
         if self._started:
             self._pass_on(message, data)
         else:
@@ -456,13 +368,8 @@ class NodeRelay:
         if self._saving is not None:
             self._saving = self._saving - {rank}
 
-    def _released(self, rank: int) -> None:
-        self._aborting.discard(rank)
-        if not self._aborting:
-            self._may_end.set()
-
-    def tick(self, now: float) -> None:  # noqa: ARG002 - as every member of a hub has it
-        """Send new output."""
+    def send_output(self) -> None:
+        """Send the ranks' new output."""
         for rank in self._logs:
             self._send_logs(rank)
 
@@ -471,119 +378,66 @@ class NodeRelay:
         self.stop(f"the ranks' socket broke: {error}")
 
     def _send_logs(self, rank: int) -> None:
-        for log in self._logs.get(rank, ()):
-            for data in log.unread():
-                wrote = wire.Wrote(group=self.name, attempt=self.attempt, rank=rank, stream=log.stream)
-                self._send(wrote, data)
-
-    # --- from the agent, on its thread -------------------------------------------------------------
-
-    def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        # If a group starts again after days, a cleaner may have removed both.
-        self._hub.be_reachable()
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        orders = Orders(
-            self._hub.address,
-            self.group,
-            self.token,
-            attempt,
-            str(self._directory),
-            keep=self._keep,
-            fresh=self._processes.environ if self._processes.start_method == "spawn" else None,
-            virtual_local_rank=self._processes.virtual_local_rank,
-            numa_binding=self._processes.numa_binding,
-        )
-        return (orders,)
+        for stream, log in self._logs.get(rank, {}).items():
+            for data in log.unread(log.size()):
+                self._send(
+                    wire.Wrote(group=self.name, attempt=self._host.attempt, rank=rank, stream=stream), data
+                )
+            if self._private_logs:
+                log.free(log.position - MOST_BYTES)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
-        """Record an attempt of torch's rendezvous before the first process is forked, which may send at once.
+        """End an attempt of torch's rendezvous; the next begins."""
+        self._begin()
 
-        One that the notebook decided has begun with its `Meet`.
-        """
-        if number != self.attempt:
-            self._hub.run(lambda: self._begin(number))
-
-    def _begin(self, number: int, base: int = 0) -> None:
+    def _begin(self) -> None:
         self.flush()
         self._close_logs()
         for ticket in set(self._tickets.values()):
             self._incoming.drop(ticket)
-        self.attempt = number
-        self._clear(base)
-        # On this thread: orders for the new attempt must not be dropped with the old ones.
-        self._agent.forget_orders()
+        self._clear()
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
         """Report the processes, and then what the first of them have sent meanwhile."""
+        records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
+        self._send(wire.Workers(group=self.name, attempt=number, workers=records))
+        self._logs = {
+            each.rank: {Stream.STDOUT: LogFile(each.stdout), Stream.STDERR: LogFile(each.stderr)}
+            for each in workers
+        }
+        self._started = True
+        early, self._early = self._early, []
+        for message, data in early:
+            self._pass_on(message, data)
 
-        def report() -> None:
-            records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
-            self._send(wire.Workers(group=self.name, attempt=number, workers=records))
-            self._ranks = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
-            self._logs = {
-                each.rank: [
-                    _Log(Stream.STDOUT, each.stdout, bounded=self._private_logs),
-                    _Log(Stream.STDERR, each.stderr, bounded=self._private_logs),
-                ]
-                for each in workers
-            }
-            self._started = True
-            early, self._early = self._early, []
-            for message, data in early:
-                self.receive(message, data)
+    def rank_gone(self, exited: Exited) -> None:
+        """Report the exit, after all that the rank has printed."""
+        self._send_logs(exited.rank)
+        self._send(wire.Gone(group=self.name, attempt=self._host.attempt, exited=exited))
+        self._has_saved(exited.rank)
 
-        self._hub.call(report)
+    def ranks_stopped(self, ranks: Iterable[int]) -> None:  # noqa: ARG002 - the notebook knows them
+        """Report it."""
+        self._send(wire.OthersStopped(group=self.name))
 
-    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Report the exit, after all that the rank has sent and printed."""
+    def measured(self, usages: Mapping[int, Usage]) -> None:
+        """Report a measurement."""
+        used = wire.RanksMeasured(group=self.name, attempt=self._host.attempt, usages=dict(usages))
+        self._send(used)
 
-        def report() -> None:
-            self._hub.drain()
-            self._ranks.pop(rank + self._shift, None)
-            self._send_logs(rank + self._shift)
-            exited = Exited(rank=rank, exitcode=exitcode, time=0, expected=expected, reason=reason)
-            exited = self._exit_reasons.explained(exited, self._titles)
-            gone = wire.Gone(
-                group=self.name,
-                attempt=self.attempt,
-                rank=rank + self._shift,
-                exitcode=exitcode,
-                expected=expected,
-                reason=exited.reason,
-                details=exited.details,
-            )
-            self._send(gone)
-            self._released(rank + self._shift)
-            self._has_saved(rank + self._shift)
-
-        self._hub.call(report)
+    def stacks_read(self, stacks: Mapping[int, str]) -> None:
+        """Report the stacks of ranks that do not answer."""
+        for rank, text in stacks.items():
+            self._send(wire.Dumped(group=self.name, rank=rank, text=text))
 
     def membership_changing(self) -> None:
         """Do nothing: the notebook decides it."""
-
-    def ranks_ending(self) -> None:
-        """Have the ranks abort NCCL before the first one is killed, as a group does for local ranks."""
-        if self._prepared is None or self._prepared.device_type == "cpu":
-            return
-        self._may_end.clear()
-
-        def abort() -> None:
-            self._ending, self._aborting = True, set(self._ranks)
-            for rank in self._ranks:
-                self._hub.send(self, rank, Abort())
-
-        self._hub.call(abort)
-        self._may_end.wait(_ABORT_SECONDS)
-
-    def others_stopped(self) -> None:
-        """Report it."""
-        self._hub.call(lambda: self._send(wire.OthersStopped(group=self.name)))
 
     def recorded(self, event: Event) -> None:
         """Do nothing: a result has the events of the notebook's own agent, as torchrun's log has its own."""
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """Report it, and end."""
+        """Report it, and end; on the agent's thread."""
         if error is not None:
             self.left = self.left or f"{type(error).__name__}: {error}"
 
@@ -597,7 +451,7 @@ class NodeRelay:
     def _close_logs(self) -> None:
         for rank, logs in self._logs.items():
             self._send_logs(rank)
-            for log in logs:
+            for log in logs.values():
                 log.close()
         self._logs = {}
 
@@ -606,18 +460,6 @@ def _waits_for(held: deque[ToRank], ticket: Payload) -> bool:
     """Whether the first of these messages is a job with this payload."""
     first = held[0] if held else None
     return isinstance(first, Dispatch) and first.payload == ticket
-
-
-def _round_of(meet: wire.Meet) -> DirectedRound:
-    return DirectedRound(
-        attempt=meet.attempt,
-        node_rank=meet.node_rank,
-        node_count=meet.node_count,
-        base_rank=meet.base_rank,
-        world_size=meet.world_size,
-        store=meet.store,
-        reason=meet.reason,
-    )
 
 
 def send_to_notebook(
@@ -637,26 +479,6 @@ def orders_of(socket: zmq.Socket[bytes]) -> Iterator[tuple[wire.ToNode, memoryvi
             wire.decode_to_node(frames[0].bytes),
             frames[1].buffer if len(frames) > 1 else memoryview(b""),
         )
-
-
-class _Log:
-    """A growing log file, sent up to `_position`."""
-
-    def __init__(self, stream: Stream, path: str, *, bounded: bool) -> None:
-        self.stream = stream
-        self._path, self._bounded, self._freed = path, bounded, 0
-        self._fd = os.open(path, os.O_RDONLY | os.O_CREAT, 0o600)
-        self._position = 0
-
-    def unread(self) -> Iterator[bytes]:
-        while data := os.pread(self._fd, _LOG_BYTES, self._position):
-            self._position += len(data)
-            yield data
-        if self._bounded:
-            self._freed = free(self._path, self._freed, self._position - MOST_BYTES)
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 def of_this_machine(prepare: Prepare, env: Mapping[str, str], placement: Placement, cwd: bytes) -> Prepare:

@@ -9,26 +9,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from nblaunch.host.wire import Meet
+
 _LOOK_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class DirectedRound:
-    """One attempt, as the runtime decided it; `store` is the address of the ranks' store."""
-
-    attempt: int
-    node_rank: int
-    node_count: int
-    base_rank: int
-    world_size: int
-    store: tuple[str, int]
-    reason: str = "started"
 
 
 class DirectedRendezvous(RendezvousHandler):
@@ -38,16 +26,16 @@ class DirectedRendezvous(RendezvousHandler):
         """Call `waiting` on the agent's thread each time that it begins to wait for a round."""
         self._run_id, self._waiting, self._stopped = run_id, waiting, stopped
         self._met = threading.Event()
-        self._next: DirectedRound | None = None
-        self._directed: DirectedRound | None = None
+        self._next: Meet | None = None
+        self._directed: Meet | None = None
 
-    def meet(self, directed: DirectedRound) -> None:
+    def meet(self, directed: Meet) -> None:
         """Complete the rendezvous with this round; from any thread."""
         self._next = directed
         self._met.set()
 
     @property
-    def directed(self) -> DirectedRound:
+    def directed(self) -> Meet:
         """The current round. Raises `LookupError` before the first one."""
         if self._directed is None:
             msg = "the nodes have not met yet"

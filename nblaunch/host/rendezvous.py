@@ -63,7 +63,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch._help import FailureKind
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.host.settings import AgentSettings, RendezvousConfig
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
 
@@ -120,7 +120,6 @@ def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousCon
         hosting=not joining,
         node_rank=options.node_rank,
         conf=_conf(options.rdzv_conf, options.rdzv_backend),
-        env=tuple(options.env.items()),
         ports=port_range(options.ports),
     )
 

@@ -1,0 +1,94 @@
+"""What the pure machines of groups have in common: a step, messages to ranks, and surveys of ranks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from nblaunch.protocol.messages import ReportWhere, ToRank, Where
+
+_State = TypeVar("_State", bound=msgspec.Struct)
+_Action = TypeVar("_Action")
+
+
+class Machine(Generic[_State, _Action]):
+    """One step of a machine: the state as it changes, and the actions that follow; `now` is monotonic."""
+
+    def __init__(self, state: _State, now: float) -> None:
+        """Begin in `state`, which is left alone."""
+        self.state = state
+        self.now = now
+        self.actions: list[_Action] = []
+
+    def act(self, *actions: _Action) -> None:
+        """Add to the actions."""
+        self.actions += actions
+
+    def set(self, actions: Iterable[_Action] = (), /, **changes: Any) -> None:
+        """Change the state; these actions follow."""
+        self.state = replace(self.state, **changes)
+        self.act(*actions)
+
+
+class Order(enum.Enum):
+    """An action without fields."""
+
+    STOP_AGENT = "end the ranks, and the agent with them"
+    RESTART_AGENT = "end the ranks, and start others"
+    REJOIN_NODES = "have the nodes repeat the rendezvous"
+    REGROUP_NODES = "form the group again from the remaining ranks and those of new nodes"
+    SKIP_GRACE = "kill ranks that are being ended"
+    KEEP_PAYLOAD = "remember that the whole payload is on every rank"
+    CLOSE_GROUP = "release all that the group holds; precedes the end of its job, at which the caller goes on"
+    FINISH_JOB = "end the job: its result can be made"
+    FORGET_VALUES = "release the values of this attempt: the next one begins the job again"
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a message to one rank."""
+
+    rank: int
+    message: ToRank
+
+
+Sends = tuple[Send, ...]
+
+
+class LocateRanks(msgspec.Struct, frozen=True):
+    """Somebody wants to know where the ranks are, or these of them, which have `seconds` for an answer."""
+
+    number: int
+    seconds: float
+    ranks: Collection[int] | None = None
+
+
+class RestartAsked(msgspec.Struct, frozen=True):
+    """The ranks of a kept group are to be replaced."""
+
+    reason: str
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """The question where ranks are: those that have not answered, and the answers of the others."""
+
+    missing: frozenset[int]
+    until: float = float("inf")
+    answers: Mapping[int, Where] = {}
+
+    @classmethod
+    def of(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
+        """Return a survey of these ranks, and its questions."""
+        survey = cls(frozenset(ranks), until)
+        return survey, tuple(Send(rank, ReportWhere()) for rank in sorted(survey.missing))
+
+    def with_answer(self, answer: Where) -> Survey:
+        """Return the survey with one rank's answer."""
+        return Survey(self.missing - {answer.rank}, self.until, {**self.answers, answer.rank: answer})
+
+    def over(self, now: float) -> bool:
+        """Whether all ranks have answered, or have had the time to."""
+        return not self.missing or now >= self.until

@@ -1,0 +1,147 @@
+"""What a machine does with a group's ranks: the order in which they end, and what is told of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from servers import NoServer
+
+from nblaunch.host.local import LocalHost
+from nblaunch.host.ranks import RankHost
+from nblaunch.host.settings import AgentSettings, RendezvousConfig, Worker
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.client import Event
+from nblaunch.protocol.messages import (
+    Abort,
+    Aborted,
+    Exited,
+    FailureRecord,
+    Finishing,
+    FromRank,
+    Hello,
+    Prepare,
+    Raised,
+    ToRank,
+    Usage,
+)
+
+SECONDS = 10
+ON_GPUS = Prepare(environ=(), cwd=b"/", path=(), device_type="cuda")
+
+
+class Owner:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[FromRank] = []
+        self.gone: list[Exited] = []
+
+    def receive(self, message: FromRank, _data: bytes) -> None:
+        self.messages.append(message)
+
+    def rank_gone(self, exited: Exited) -> None:
+        self.gone.append(exited)
+
+    def attempt_starting(self, number: int, world_size: int, reason: str) -> None: ...
+
+    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None: ...
+
+    def ranks_stopped(self, ranks: Iterable[int]) -> None: ...
+
+    def membership_changing(self) -> None: ...
+
+    def measured(self, usages: Mapping[int, Usage]) -> None: ...
+
+    def stacks_read(self, stacks: Mapping[int, str]) -> None: ...
+
+    def lost(self, error: Exception) -> None: ...
+
+    def recorded(self, event: Event) -> None: ...
+
+    def agent_ended(self, error: BaseException | None) -> None: ...
+
+
+class Scene:
+    """A host whose two ranks have said hello."""
+
+    def __init__(self, local: LocalHost, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.owner, self.sent, self.hub = Owner(), list[tuple[int, ToRank]](), local.hub
+        settings = AgentSettings(
+            nproc=2,
+            options=LaunchOptions(max_restarts=0, monitor_interval=0.1, grace=1.0, shutdown_timeout=1),
+            run_id="group",
+            log_dir=directory,
+            rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
+        )
+        self.host = RankHost(local, settings, self.owner, directory, keep=False)
+        monkeypatch.setattr(self.hub, "send", lambda _host, rank, message: self.sent.append((rank, message)))
+        self.host.attempt_starting(0, 2, "started")
+        self.host.attempt_started(0, 2, tuple(Worker(rank, rank, 1) for rank in range(2)))
+        for rank in range(2):
+            hello = Hello(rank=rank, token="", attempt=0, local_rank=rank, world_size=2, node="n", pid=1)
+            self.say(hello)
+
+    def say(self, message: FromRank) -> None:
+        self.hub.run(lambda: self.host.receive(message, b""))
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    local = LocalHost(NoServer())
+    made = Scene(local, tmp_path, monkeypatch)
+    yield made
+    made.host.stop()
+    local.close()
+
+
+def test_all_ranks_let_go_of_nccl_before_one_is_killed(scene):
+    scene.hub.run(lambda: [scene.host.send(rank, ON_GPUS) for rank in range(2)] and None)
+    scene.sent.clear()
+    ending = threading.Thread(target=scene.host.ranks_ending)
+    began = time.monotonic()
+    ending.start()
+    while len(scene.sent) < 2:
+        assert time.monotonic() < began + SECONDS
+    assert scene.sent == [(0, Abort()), (1, Abort())]
+    failure = FailureRecord(type="torch.distributed.DistBackendError", message="aborted", traceback="")
+    scene.say(Raised(rank=0, failure=failure))
+    assert not any(isinstance(each, Raised) for each in scene.owner.messages), "the abort is what it is about"
+    scene.say(Aborted(rank=0))
+    assert ending.is_alive()
+    scene.say(Aborted(rank=1))
+    ending.join(SECONDS)
+    assert time.monotonic() - began < 1.9, "it waits for no more than the answers"
+
+
+def test_a_rank_that_ends_as_a_script_does_is_waited_for_as_long_as_it_works(scene):
+    agent = scene.host.agent
+    assert agent is not None
+    agent.release(succeeded=False, others=frozenset())
+    assert agent._leave_by < time.monotonic() + SECONDS
+    scene.say(Finishing(rank=0, what="thread save"))
+    assert agent._leave_by == math.inf
+
+
+def test_ranks_that_have_no_gpu_are_killed_at_once(scene):
+    on_cpus = msgspec.structs.replace(ON_GPUS, device_type="cpu")
+    scene.hub.run(lambda: scene.host.send(0, on_cpus) and None)
+    scene.sent.clear()
+    scene.host.ranks_ending()
+    assert scene.sent == []
+
+
+def test_an_exit_is_told_with_its_reason_after_all_that_the_rank_has_sent(scene):
+    scene.hub.call(lambda: scene.host.receive(Aborted(rank=1), b""))
+    scene.host.worker_exited(1, -9, expected=False)
+    scene.hub.run(lambda: None)
+    assert scene.owner.messages[-1] == Aborted(rank=1)
+    (gone,) = scene.owner.gone
+    assert (gone.rank, gone.exitcode) == (1, -9)
+    assert "SIGKILL" in gone.reason
+    assert list(scene.host.ranks) == [0]
