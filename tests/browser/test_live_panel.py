@@ -112,7 +112,8 @@ SELECT = """(log) => {
 @pytest.mark.once
 def test_selection_and_focus_survive_updates(front, gate):
     noise = "for step in range(60):\n    print(step)\n    time.sleep(0.02)"
-    front.start(cell(2, f"print('keep this')\n{gate.wait('first')}\n{noise}\n{gate.wait('second')}\nif not rank: {gate.wait()}"))
+    body = f"print('keep this')\n{gate.wait('first')}\n{noise}\n{gate.wait('second')}"
+    front.start(cell(2, f"{body}\nif rank == 0:\n    {gate.wait()}"))
     expect(front.output).to_contain_text("keep this")
     front.output.evaluate(SELECT)
     selected = front.page.evaluate(SELECTED)
