@@ -416,7 +416,8 @@ class WorkerGroup:
 
     def measured(self, usages: Mapping[int, Usage]) -> None:
         """Fold a measurement of ranks."""
-        self.usages |= usages
+        if self._measuring:
+            self.usages |= usages
         self._feed(Measured(usages=dict(usages)))
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
@@ -590,6 +591,7 @@ class WorkerGroup:
         match order:
             case Order.FINISH_JOB if job is not None:
                 job.finish(time.time(), self._error)
+                self.usages = {}
             case Order.KEEP_PAYLOAD if job is not None:
                 job.payload_kept()
             case Order.FORGET_VALUES if job is not None:

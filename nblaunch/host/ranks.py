@@ -261,7 +261,7 @@ class RankHost(AgentThread, GroupHost):
         """Read the stacks of these ranks, which do not answer; on a thread, because it may block."""
         # Processes and their dump files have the numbers with which the ranks began.
         shift, known, titles = self._shift, self.ranks, self._titles
-        pids = {rank - shift: known[rank].pid or 0 for rank in ranks if rank in known}
+        pids = {rank - shift: pid for rank in ranks if rank in known and (pid := known[rank].pid)}
         gone = {rank: _GONE for rank in ranks if rank not in known and rank - shift in self._workers}
 
         def read() -> None:

@@ -188,7 +188,7 @@ class NodeFleet:
 
     # --- on any thread -----------------------------------------------------------------------------
 
-    def connect(self, settings: AgentSettings, events: WorkerGroup, directory: Path) -> NodeGroup:
+    def connect(self, events: WorkerGroup, directory: Path) -> NodeGroup:
         """Return a group's side of these nodes. The first group that starts asks the engine.
 
         Raises `LaunchError` if this machine has no such address, or if the nodes have been given back, and
@@ -200,8 +200,8 @@ class NodeFleet:
                 raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
             self._listener = self._listener or self._listen()
         if self.conf.directed:
-            return FleetGroup(self, settings, events, directory, self._address)
-        joined = NodeGroup(self, settings, events, directory, self._address)
+            return FleetGroup(self, events, directory, self._address)
+        joined = NodeGroup(self, events, directory, self._address)
         self.hub.call(lambda: self._add(joined))
         return joined
 
@@ -713,18 +713,16 @@ class NodeGroup(GroupHost):
     own: RankHost
     """This machine's, at an endpoint."""
 
-    def __init__(
-        self, fleet: NodeFleet, settings: AgentSettings, events: WorkerGroup, directory: Path, address: str
-    ) -> None:
+    def __init__(self, fleet: NodeFleet, events: WorkerGroup, directory: Path, address: str) -> None:
         """Prepare; payloads that do not fit into memory are written to `directory`.
 
         This machine is at `address`.
         """
         self.name, self.events = events.group, events
-        self._fleet, self._settings, self._directory = fleet, settings, directory
+        self._fleet, self._settings, self._directory = fleet, events.settings, directory
         self._address = address
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
-        self._backend = settings.options.backend
+        self._backend = events.settings.options.backend
         self._members: dict[str, NodeMember] = {}
         self._nodes: dict[str, FleetNode] = {}
         self._order: tuple[str, ...] = ()
@@ -967,14 +965,13 @@ class NodeGroup(GroupHost):
 class FleetGroup(NodeGroup):
     """A group's side of a fleet whose nodes the director has meet; all of its agents are on nodes."""
 
-    def __init__(
-        self, fleet: NodeFleet, settings: AgentSettings, events: WorkerGroup, directory: Path, address: str
-    ) -> None:
+    def __init__(self, fleet: NodeFleet, events: WorkerGroup, directory: Path, address: str) -> None:
         """Prepare; payloads that do not fit into memory are written to `directory`.
 
         The ranks' store is at `address`.
         """
-        super().__init__(fleet, settings, events, directory, address)
+        super().__init__(fleet, events, directory, address)
+        settings = events.settings
         settings.log_dir.mkdir(parents=True, exist_ok=True)
         # torchelastic's layout: attempts below it, ranks below those.
         self._logs = Path(tempfile.mkdtemp(prefix=f"{settings.run_id}_", dir=settings.log_dir))

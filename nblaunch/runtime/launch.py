@@ -226,7 +226,9 @@ def _ranks_with(  # noqa: PLR0913, PLR0917 - ranks, and what they are on
         nodes.learn(order)
     leave, fleet = nodes.use(), nodes.fleet
     try:
-        made = new_group(local, settings, lambda *of_group: (fleet.connect(*of_group),), keep=keep)
+        made = new_group(
+            local, settings, lambda group, directory: (fleet.connect(group, directory),), keep=keep
+        )
     except BaseException:
         leave()
         raise
@@ -297,8 +299,7 @@ def _hosts(
             conf=conf,
             key=key,
         )
-        settings = replace(settings, rdzv=rdzv)
-        nodes = fleet.connect(settings, group, directory)
+        nodes = fleet.connect(group, directory)
         settings = replace(settings, rdzv=replace(rdzv, listener=fleet.endpoint))
         try:
             nodes.own = RankHost(local, settings, group, directory, keep=group.keep)

@@ -104,6 +104,7 @@ class Events:
         self.ended = threading.Event()
         self.error: BaseException | None = None
         self.peers: FleetGroup
+        self.settings: AgentSettings
 
     def of(self, kind: str) -> list[tuple[Any, ...]]:
         return [each[1:] for each in self.told if each[0] == kind]
@@ -351,10 +352,8 @@ class Fleets:
             run_id="r",
             log_dir=self.directory,
         )
-        told = cast("WorkerGroup", events)
-        peers = fleet.connect(
-            replace(settings, options=replace(settings.options, **changed)), told, self.directory
-        )
+        events.settings = replace(settings, options=replace(settings.options, **changed))
+        peers = fleet.connect(cast("WorkerGroup", events), self.directory)
         assert isinstance(peers, FleetGroup)
         events.peers = peers
         peers.start()
@@ -550,8 +549,8 @@ def test_what_is_stopped_before_it_has_begun_is_not_asked_for(fleets):
 def test_a_stop_before_the_start_asks_for_nothing(fleets):
     fleet = fleets.fleet()
     events = Events()
-    settings = AgentSettings(2, LaunchOptions(), "r", fleets.directory)
-    peers = fleet.connect(settings, events, fleets.directory)
+    events.settings = AgentSettings(2, LaunchOptions(), "r", fleets.directory)
+    peers = fleet.connect(events, fleets.directory)
     assert isinstance(peers, FleetGroup)
     events.peers = peers
     events.peers.stop()
