@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from nblaunch.client.session import SessionJob
     from nblaunch.insight.difference import Difference
     from nblaunch.insight.profile import Profile
-    from nblaunch.insight.report import Report
+    from nblaunch.insight.run_report import Report
     from nblaunch.options.launch import LaunchOptions
     from nblaunch.protocol.client import Event, RankStatus
     from nblaunch.protocol.messages import MemoryUse
@@ -74,7 +74,7 @@ _NAMES = {
     "checks.report": ("DoctorReport",),
     "insight.difference": ("Difference",),
     "insight.profile": ("Profile",),
-    "insight.report": ("Report",),
+    "insight.run_report": ("Report",),
     "options.launch": ("LaunchOptions",),
     "protocol.client": ("Event", "RankStatus"),
     "protocol.messages": ("MemoryUse",),

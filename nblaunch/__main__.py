@@ -66,7 +66,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 def _doctor_of_nodes(words: Sequence[str]) -> int:
     from nblaunch._errors import OptionError
     from nblaunch.checks.nodes import check_nodes
-    from nblaunch.options.line import parse_line
+    from nblaunch.options.command_line import parse_line
 
     try:
         report = check_nodes(parse_line(shlex.join(words)).options)
@@ -92,7 +92,7 @@ def _sessions(_: argparse.Namespace) -> int:
 
 
 def _logs(parsed: argparse.Namespace) -> int:
-    from nblaunch.client.shell import logs
+    from nblaunch.client.shell_logs import logs
 
     return logs(parsed.name, follow=parsed.follow, job=parsed.job)
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 from nblaunch import _notebook
 from nblaunch._results import Handle, RunResult, SessionInfo, SessionStatus
 from nblaunch.client import directory
-from nblaunch.client.launch import ClientJob, prepare_call
+from nblaunch.client.preparation import ClientJob, prepare_call
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.client.scripts import is_script, prepare_script
 from nblaunch.client.session import LiveSession, SessionJob, attach_session, silent, start_session

@@ -53,19 +53,19 @@ class Metrics(Sequence[Metric]):
     >>> result.metrics.to_pandas().pivot_table("value", "step", "name")    # doctest: +SKIP
     """
 
-    __slots__ = ("_given", "_known", "_rows")
+    __slots__ = ("_known", "_rows", "_source")
 
     def __init__(self, points: Iterable[Points] | Callable[[], Iterable[Points]] = ()) -> None:
         """Hold these batches, or have them given when they are asked for: most results are not asked."""
-        self._given = points
+        self._source = points
         self._known: tuple[Points, ...] | None = None
         self._rows: list[Metric] | None = None
 
     @property
     def _batches(self) -> tuple[Points, ...]:
         if self._known is None:
-            self._known = tuple(self._given() if callable(self._given) else self._given)
-            self._given = ()
+            self._known = tuple(self._source() if callable(self._source) else self._source)
+            self._source = ()
         return self._known
 
     @property

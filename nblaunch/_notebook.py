@@ -90,6 +90,6 @@ def future_flags() -> int:
 
 
 def path() -> str:
-    """Return the path of the notebook that this kernel runs, empty where no front end has said it."""
+    """Return the path of the notebook that this kernel runs, empty where no front end has reported it."""
     known = (namespace() or {}).get("__vsc_ipynb_file__")  # VS Code's; Jupyter servers set the variable
     return known if isinstance(known, str) else os.environ.get("JPY_SESSION_NAME", "")

@@ -61,7 +61,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     asked = pyfuncitem.stash.get(_ASKED, None)
     if asked is None:
         return None
-    from nblaunch.testing.modules import run_test
+    from nblaunch.testing.module_sessions import run_test
 
     conclusion = run_test(pyfuncitem, asked)
     if conclusion is not None:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nblaunch._errors import NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._metrics import Metrics
-from nblaunch.insight.report import Report
+from nblaunch.insight.run_report import Report
 from nblaunch.protocol.client import ClientRecord, Event, SessionRecord
-from nblaunch.protocol.messages import EngineSaid, EngineState, FrameRecord, HeldMemory, MemoryUse, Phase
+from nblaunch.protocol.messages import EngineState, EngineStatus, FrameRecord, HeldMemory, MemoryUse, Phase
 from nblaunch.protocol.reports import (
     HangReport,
     awaited_nodes,
@@ -674,28 +674,29 @@ _DAY_SECONDS = 72_000.0
 _HOSTS_NAMED = 4
 
 
-def nodes_line(said: EngineSaid, now: float) -> str:
+def nodes_line(status: EngineStatus, now: float) -> str:
     """Describe the wait for nodes, or the nodes and the time left; `now` is `time.time()`.
 
-    >>> nodes_line(EngineSaid(engine="slurm", state=EngineState.RUNNING, id="3", hosts=("hA",), ends=1620), 0)
+    >>> nodes_line(EngineStatus(engine="slurm", state=EngineState.RUNNING, id="3", hosts=("hA",), ends=1620),
+    ... 0)
     'slurm job 3 on hA, 27 min left'
     """
-    if said.state.early:
-        return awaited_nodes(said, _expected(said.starts, now))
-    job = f"{said.engine} job {said.id}" if said.id else said.engine
-    if said.state is EngineState.ENDED:
-        return f"{job} has ended" + (f" ({said.reason})" if said.reason else "")
-    named, others = said.hosts[:_HOSTS_NAMED], len(said.hosts) - _HOSTS_NAMED
+    if status.state.early:
+        return awaited_nodes(status, _expected(status.starts, now))
+    job = f"{status.engine} job {status.id}" if status.id else status.engine
+    if status.state is EngineState.ENDED:
+        return f"{job} has ended" + (f" ({status.reason})" if status.reason else "")
+    named, others = status.hosts[:_HOSTS_NAMED], len(status.hosts) - _HOSTS_NAMED
     hosts = ",".join(named) + (f" and {others} more" if others > 0 else "")
-    where = f" on {hosts}" if hosts else f", {plural(said.joined, 'node')}" if said.joined else ""
-    if said.state is EngineState.ENDING:
+    where = f" on {hosts}" if hosts else f", {plural(status.joined, 'node')}" if status.joined else ""
+    if status.state is EngineState.ENDING:
         return f"{job}{where}, ending"
-    return f"{job}{where}" + (f", {_span(said.ends - now)} left" if said.ends is not None else "")
+    return f"{job}{where}" + (f", {_span(status.ends - now)} left" if status.ends is not None else "")
 
 
-def time_is_short(said: EngineSaid, now: float) -> bool:
+def time_is_short(status: EngineStatus, now: float) -> bool:
     """Return whether the engine takes the nodes back in less than ten minutes."""
-    return not said.state.early and said.ends is not None and said.ends - now < _SHORT_SECONDS
+    return not status.state.early and status.ends is not None and status.ends - now < _SHORT_SECONDS
 
 
 def _expected(starts: float | None, now: float) -> str:

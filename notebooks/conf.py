@@ -21,7 +21,7 @@ from sphinx import addnodes
 from sphinx.util.osutil import relative_uri
 
 import nblaunch
-from nblaunch.options.line import options_on_a_screen
+from nblaunch.options.command_line import options_on_a_screen
 
 if TYPE_CHECKING:
     from docutils.parsers.rst.states import Inliner

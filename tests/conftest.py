@@ -797,7 +797,7 @@ def script(tmp_path):
 @pytest.fixture
 def own():
     """Give what checks of the doctor use that need a runtime or a private directory."""
-    from nblaunch.checks.runtime import DoctorRuntime
+    from nblaunch.checks.own_runtime import DoctorRuntime
 
     with contextlib.closing(DoctorRuntime()) as made:
         yield made

@@ -13,18 +13,18 @@ JOBS = 3
 
 
 def live(*arguments):
-    from nblaunch.runtime import archive, main  # not where a test imports this file
+    from nblaunch.runtime import archive, runtime_main  # not where a test imports this file
 
     few: Any = functools.partial(archive.Bounds, values=VALUES)
     archive.Bounds = few  # type: ignore[misc]
-    main.live(*arguments)
+    runtime_main.live(*arguments)
 
 
 def with_small_logs(*arguments):
     from nblaunch.host import logs
-    from nblaunch.runtime import archive, main
+    from nblaunch.runtime import archive, runtime_main
 
     few: Any = functools.partial(archive.Bounds, jobs=JOBS)
     archive.Bounds = few  # type: ignore[misc]
     logs.MOST_BYTES = LOG
-    main.live(*arguments)
+    runtime_main.live(*arguments)

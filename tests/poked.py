@@ -56,10 +56,10 @@ def of_kernel(kernel: Any) -> Callable[[str], Any]:
 
 def live(*arguments: Any) -> None:
     """Be the runtime."""
-    from nblaunch.group import runtime
-    from nblaunch.runtime import main
+    from nblaunch.group import local_runtime
+    from nblaunch.runtime import runtime_main
 
-    class Noted(runtime.LocalRuntime):
+    class Noted(local_runtime.LocalRuntime):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             listening = socket.socket(socket.AF_UNIX)
@@ -68,8 +68,8 @@ def live(*arguments: Any) -> None:
             threading.Thread(target=_serve, args=(listening, {"local": self}), daemon=True).start()
 
     *_, root, _ = arguments
-    runtime.LocalRuntime = Noted  # type: ignore[assignment, misc]
-    main.live(*arguments)
+    local_runtime.LocalRuntime = Noted  # type: ignore[assignment, misc]
+    runtime_main.live(*arguments)
 
 
 def _serve(listening: socket.socket, names: dict[str, Any]) -> None:

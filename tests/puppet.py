@@ -19,10 +19,10 @@ from nblaunch.host.forkserver import RankProcess, Server
 
 
 def live(*arguments):
-    from nblaunch.runtime import main  # not where a rank imports this file
+    from nblaunch.runtime import runtime_main  # not where a rank imports this file
 
-    main.serve = serve
-    main.live(*arguments)
+    runtime_main.serve = serve
+    runtime_main.live(*arguments)
 
 
 def serve(link: socket.socket, root: Path, server: Server) -> None:

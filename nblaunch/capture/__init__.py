@@ -35,7 +35,7 @@ Modules, each after those that it imports:
     recipes        what pickle cannot send of torch's objects: what makes each again
     annotations    the names in annotations that are text
     push           the content of an object, which fills the one that a rank has
-    modules        the notebook's own files that a job may import
+    own_modules    the notebook's own files that a job may import
     names          the names of the notebook that a cell needs, magics and shell commands included
     pickling       picklers and unpicklers, with buffers out of band and keys for known objects
     unpicklable    the path to the part where pickling fails

@@ -447,7 +447,7 @@ class WholeMemories(tensors.WholeStorages):
         whole = _root_of_whole(array)
         if whole is not None and not self._must_search:
             if self._must_search is None:
-                self._look_there()
+                self._prepare_search()
                 return self._array(array)
             address = id(whole)
             if address not in _memories and address not in self._owners and address not in self._whole:
@@ -499,7 +499,7 @@ class WholeMemories(tensors.WholeStorages):
         facts = offset, array.shape, array.strides, array.dtype, array.flags.writeable, None
         return _with_attributes(array, (_view, (root, None, 0, *facts)))
 
-    def _look_there(self) -> None:
+    def _prepare_search(self) -> None:
         """Prepare to search what the ranks have."""
         self._must_search = False
         for each in self._there():
@@ -530,7 +530,7 @@ class WholeMemories(tensors.WholeStorages):
         if self._key_of(root) is not None or (memory is not None and self._key_of(memory) is not None):
             return root
         if self._must_search is None:
-            self._look_there()
+            self._prepare_search()
         if self._must_search or _is_foreign(root):
             return self._search(root)
         self._ranges.add(root)
@@ -552,7 +552,7 @@ class WholeMemories(tensors.WholeStorages):
         """Return over whose memory a storage is: an array's, that of another storage, or its own."""
         if id(storage) not in self._owners:
             if self._must_search is None:
-                self._look_there()
+                self._prepare_search()
             self._owners[id(storage)] = storage, self._search(storage)
         return self._owners[id(storage)][1]
 

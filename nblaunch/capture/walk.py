@@ -138,7 +138,7 @@ class SentFrames:
 
 
 class Inspection:
-    """One look at objects of the notebook, beside the frames of what was sent."""
+    """One walk over objects of the notebook, beside the frames of what was sent."""
 
     def __init__(
         self, table: identity.ObjectTable, frames: SentFrames, namespace: dict[str, Any] | None
@@ -293,7 +293,7 @@ def _differs(sent: ObjectFrame, now: ObjectFrame) -> bool:
 
 
 class _Shortcut:
-    """What to compare, mostly in C, to know that objects are as a whole look found them: unchanged.
+    """What to compare, mostly in C, to know that objects are as a whole walk found them: unchanged.
 
     An object whose parts are its attributes or elements is compared by the identity of these. That is sound
     for parts that have a key, as they are alive, and for small values, which are held here: a freed object's
@@ -380,7 +380,7 @@ class _Shortcut:
         return dicts, [root for root in roots if type(root) is not dict]
 
     def holds(self, judged: Callable[[int], tuple[bool, tuple[int, ...]]]) -> bool:
-        """Return whether nothing has changed; if not, only a whole look can tell."""
+        """Return whether nothing has changed; if not, only a whole walk can tell."""
         try:
             dicts, lists = self._tops()
             for depth in self._depths:
@@ -575,7 +575,7 @@ class _FramePickler(Guarded):
         self._begun = False
         self._children: list[int] = []
         self._names: set[str] = set()
-        self._met: dict[int, int] = {}
+        self._visited: dict[int, int] = {}
 
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object; one without a digest if it cannot be compared."""
@@ -585,7 +585,7 @@ class _FramePickler(Guarded):
         if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
-        self._children, self._names, self._met = [], set(), {id(obj): -1}
+        self._children, self._names, self._visited = [], set(), {id(obj): -1}
         self._begun = False
         try:
             own = self._own_state(obj)
@@ -627,14 +627,14 @@ class _FramePickler(Guarded):
         if key is not None:
             self._children.append(key)
         elif isinstance(obj, type | types.FunctionType | types.CellType):
-            return self._met_again(obj)
+            return self._visited_again(obj)
         return key
 
-    def _met_again(self, obj: Any) -> int | None:
+    def _visited_again(self, obj: Any) -> int | None:
         """Return the number of an object without a key that is in the frame already, as a class may be."""
-        number = self._met.get(id(obj))
+        number = self._visited.get(id(obj))
         if number is None:
-            self._met[id(obj)] = -len(self._met) - 1
+            self._visited[id(obj)] = -len(self._visited) - 1
         return number
 
     def reducer_override(self, obj: Any) -> Any:

@@ -25,17 +25,17 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    nccl_rank  one rank of the all_reduce; a program of its own
-    node_rank  what a rank on a node reports
-    nvml       NVML and the kernel's log as JSON; a program of its own, standard library only
-    report     findings, and how a report is shown
-    runtime    the doctor's own runtime and directory; the runtime of this process
-    machine    files, processes, memory, threads, shared memory, temporary directory, leftovers
-    detached   what would end a detached session: its control group, logind
-    notebook   front end and versions
-    processes  torch's build, and what ranks are made of: fork server, signals, hand-over, network
-    gpu        GPUs by nvidia-smi and NVML: compute mode, memory errors, architecture, links
-    nccl       an all_reduce over all GPUs, bounded in time
-    nodes      nodes that an engine places: a run that checks them
-    doctor     the list of checks; runs them, and collects what they found
+    nccl_rank    one rank of the all_reduce; a program of its own
+    node_rank    what a rank on a node reports
+    nvml         NVML and the kernel's log as JSON; a program of its own, standard library only
+    report       findings, and how a report is shown
+    own_runtime  the doctor's own runtime and directory; the runtime of this process
+    resources    files, processes, memory, threads, shared memory, temporary directory, leftovers
+    detached     what would end a detached session: its control group, logind
+    notebook     front end and versions
+    processes    torch's build, and what ranks are made of: fork server, signals, hand-over, network
+    gpu          GPUs by nvidia-smi and NVML: compute mode, memory errors, architecture, links
+    nccl         an all_reduce over all GPUs, bounded in time
+    nodes        nodes that an engine places: a run that checks them
+    doctor       the list of checks; runs them, and collects what they found
 """

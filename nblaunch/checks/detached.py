@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import Finding, warning
-from nblaunch.checks.runtime import DoctorRuntime
 
 _NAME = "detached"
 _BATCH = {

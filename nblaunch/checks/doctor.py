@@ -13,11 +13,11 @@ from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
-from nblaunch.checks import detached, gpu, machine, notebook, processes, runtime
+from nblaunch.checks import detached, gpu, notebook, own_runtime, processes, resources
 from nblaunch.checks import nccl as nccl_check
 from nblaunch.checks.nodes import check_nodes
+from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import DoctorReport, Finding, warning
-from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.options.launch import LaunchOptions
 
 _SECONDS = 4.4
@@ -53,7 +53,7 @@ def checks(own: DoctorRuntime) -> tuple[Check, ...]:
             if_stuck="The first run waits for it. %load_ext nblaunch at the top of a notebook starts it "
             "early.",
         ),
-        Check("runtime", runtime.of_this_process, if_stuck="It starts, or is stopped."),
+        Check("runtime", own_runtime.of_this_process, if_stuck="It starts, or is stopped."),
         Check("processes", processes.process_control),
         Check("hand-over", processes.hand_over),
         Check("loopback", processes.loopback),
@@ -64,18 +64,18 @@ def checks(own: DoctorRuntime) -> tuple[Check, ...]:
             if_stuck="The resolver hangs, and so does torch code that looks this machine up. Add a line "
             "`127.0.1.1 <hostname>` to /etc/hosts.",
         ),
-        Check("/dev/shm", machine.shared_memory),  # noqa: S108 - a name
+        Check("/dev/shm", resources.shared_memory),  # noqa: S108 - a name
         Check(
             "temp dir",
-            own.of(machine.temporary_directory),
+            own.of(resources.temporary_directory),
             if_stuck="The disk does not answer. Set TMPDIR to a directory on a local disk.",
         ),
-        Check("leftovers", own.of(machine.leftovers)),
+        Check("leftovers", own.of(resources.leftovers)),
         Check("detached", own.of(detached.detached_sessions)),
-        Check("open files", machine.open_files),
-        Check("process limit", machine.processes),
-        Check("memory", machine.memory),
-        Check("CPU threads", machine.threads),
+        Check("open files", resources.open_files),
+        Check("process limit", resources.processes),
+        Check("memory", resources.memory),
+        Check("CPU threads", resources.threads),
         Check("notebook", notebook.front_end),
         _THIS_PROCESS,
     )

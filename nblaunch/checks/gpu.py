@@ -24,9 +24,9 @@ from typing import Any
 
 from nblaunch import _devices
 from nblaunch._errors import LaunchError
+from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, problem, warning
-from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.protocol.reports import size
 
 _SECONDS = 3.5

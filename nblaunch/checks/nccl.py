@@ -18,16 +18,16 @@ from typing import Any
 
 from nblaunch import _devices
 from nblaunch._runtime_dir import remove_tree
+from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, on_one_line, problem
-from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.host import placement
 
 NAME = "NCCL all_reduce"
 _SECONDS = 60.0
 _AGAIN_SECONDS = 30.0
 _OTHERS_SECONDS = 3.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _KILLED_SECONDS = 1.0
 _RANK = Path(__file__).with_name("nccl_rank.py")
 _WORDS = 160
@@ -113,7 +113,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> bool:
             return True
         if any(codes) and not failed:
             failed, deadline = True, min(deadline, time.monotonic() + _OTHERS_SECONDS)
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return failed
 
 

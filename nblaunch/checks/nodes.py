@@ -16,7 +16,7 @@ from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._results import RunResult
 from nblaunch.checks.node_rank import report_node
 from nblaunch.checks.report import DoctorReport, Finding, Level, count_of, ok, warning
-from nblaunch.client.launch import prepare_call
+from nblaunch.client.preparation import prepare_call
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.view.display import view_of

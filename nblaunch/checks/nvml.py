@@ -89,7 +89,7 @@ class Nvml:
         return int(asked.value) & 0xFFFFFFFF if done and asked.status == 0 else None
 
 
-def look(nvml: Nvml) -> dict[str, Any]:
+def read_state(nvml: Nvml) -> dict[str, Any]:
     """Return what is known of each GPU, and how many pairs of them NVLink joins."""
     handles = list(nvml.handles())
     joined = [
@@ -152,7 +152,7 @@ def main() -> None:
         nvml = Nvml(ctypes.CDLL(_LIBRARY))
     except (OSError, AttributeError):
         return
-    found = look(nvml)
+    found = read_state(nvml)
     found["xids"] = xids(kernel_log())
     json.dump(found, sys.stdout)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from nblaunch import _devices, _notebook
 from nblaunch._errors import LaunchError
+from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import Finding, ok, problem, warning
-from nblaunch.checks.runtime import DoctorRuntime
 
 _BACKENDS = ("gloo", "nccl", "ucc", "mpi", "xccl")
 _REINSTALL = "Install it again, as https://pytorch.org/get-started says for this machine."

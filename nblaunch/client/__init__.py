@@ -4,7 +4,7 @@
       start     Boot ─── keeper: fork server, runtime ───>   `link`, a socket pair, is the first line
       place     OpenRanks ───────────────────────────────>   ranks, devices, backend; or an error
       capture   a cell, a call or a script becomes payloads, written to memory files
-      submit    GiveJob, with a JobOrder ────────────────>   holds the payloads, then Given; or Stale
+      submit    SubmitJob, with a JobOrder ──────────────>   holds the payloads, then Submitted; or Stale
       wait      folds, draws, asks the user  <────────────   folded messages, Question, JobEnded
       collect   maps the values, explains the failures; Taken: the runtime lets the values go
       raise     the error, once the result is there
@@ -14,7 +14,7 @@ Client and runtime fold the same messages in the same order (`protocol.state.adv
 
 A line is one connection, for one thread at a time. No thread reads for others: who waits, polls. The link is
 for short requests, under a lock. A job on fresh ranks has a line, and so has a session as long as it is open;
-between two jobs its events (names, other ranks, its end) are taken at the next look. Finalizers send notes,
+between two jobs its events (names, other ranks, its end) are taken at the next call. Finalizers send notes,
 which are datagrams: they take no lock and wait for nothing.
 
 The stop button raises KeyboardInterrupt in the wait, which sends `InterruptJob` and goes on. The second one
@@ -35,15 +35,15 @@ Modules, each after those that it imports:
 
     knowledge          which objects and names a session's ranks have
     line               one connection: requests, answers, what comes unasked; interrupts leave it whole
-    code               the notebook's own modules, for other machines: files by content
+    code_manifest      the notebook's own modules, for other machines: files by content
     packages           the notebook's Python environment, for other machines: exact versions
     local              what a process has once: its runtime, lines, notes; end of the process, forks
     directory          the sessions of this user, from the registry and from their runtimes; ends one
-    launch             a job: what ranks inherit and are sent, its fold, its end; one on fresh ranks is placed
+    preparation        a job: what ranks inherit and are sent, its fold, its end; one on fresh ranks is placed
     scripts            a script as the job: found, or refused
     result             a finished job as a result, and as the error to raise
     facts              what the report of a finished job is made of
     run                one job, from its capture to its `Outcome`: the wait draws, asks and interrupts
     session            ranks that stay: cells, calls, push, pull
-    shell              what a shell shows of a session's jobs: `python -m nblaunch logs`
+    shell_logs         what a shell shows of a session's jobs: `python -m nblaunch logs`
 """

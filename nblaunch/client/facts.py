@@ -19,7 +19,7 @@ from nblaunch._results import RankFailure, RankResult, RunResult
 from nblaunch._version import __version__
 from nblaunch.client.result import final_lines
 from nblaunch.diagnose.failures import Alike, Blame, blame
-from nblaunch.insight.report import OUTPUT_LINES, Redactor, Report, Tails, make
+from nblaunch.insight.run_report import OUTPUT_LINES, Redactor, Report, Tails, make
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import JobEnd
 from nblaunch.protocol.messages import FrameRecord, MemoryUse, Phase, Stream

@@ -320,7 +320,7 @@ class KnowledgeView:
             if any(stale & known.reached_from(key) for key in led_to if key is not None):
                 self.changed.add(name)
 
-    def look_for_changes(self) -> None:
+    def find_changes(self) -> None:
         """Note objects in use that were changed in place since the ranks got them."""
         inspection = self._inspect()
         for name in sorted(self._reached):

@@ -29,7 +29,7 @@ from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
 from nblaunch._registry import RuntimeEntry, release_of_torch
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch._version import __version__
-from nblaunch.client.code import KnownFiles
+from nblaunch.client.code_manifest import KnownFiles
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.protocol.client import (
     AnswerT,
@@ -47,7 +47,7 @@ from nblaunch.protocol.state import decode_folded
 if TYPE_CHECKING:
     from nblaunch._results import EventLog
 
-LIVE = "nblaunch.runtime.main:live"
+LIVE = "nblaunch.runtime.runtime_main:live"
 """What the runtime's process calls, by name: a client does not import it."""
 _ENDING_SECONDS = 15.0
 _DESCRIBE_SECONDS = 5.0
@@ -238,7 +238,7 @@ class Runtime(abc.ABC):
             # What it was waiting for may still arrive.
             line.close()
             raise
-        self._give_back(line)
+        self._return_line(line)
 
     def ask_on_a_line(self, request: Request[AnswerT]) -> AnswerT:
         with self.line() as line:
@@ -273,7 +273,7 @@ class Runtime(abc.ABC):
         if not self.alive:
             raise self._gone()
 
-    def _give_back(self, line: ClientLine) -> None:
+    def _return_line(self, line: ClientLine) -> None:
         """Keep one connection for the next job; of runs side by side the others close theirs."""
         with self._lock:
             if not self._free:

@@ -29,7 +29,7 @@ from urllib.parse import unquote, urlsplit
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
-from nblaunch.capture.modules import is_below, is_installed, roots_of
+from nblaunch.capture.own_modules import is_below, is_installed, roots_of
 from nblaunch.protocol.client import NodeEnvironment
 
 _OURS = "nblaunch"

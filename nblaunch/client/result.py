@@ -23,9 +23,9 @@ from nblaunch._results import (
     read_text,
 )
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.launch import ClientJob
+from nblaunch.client.preparation import ClientJob
 from nblaunch.diagnose.failures import Explained, blame, kind_of, reason, value_lost
-from nblaunch.insight.report import Report
+from nblaunch.insight.run_report import Report
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import Illustrated, Phase, Stream, Unreadable

@@ -23,7 +23,9 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import Outcome, RunResult
 from nblaunch.client.facts import JobReporter
-from nblaunch.client.launch import (
+from nblaunch.client.line import deferring_interrupts, noting_interrupts
+from nblaunch.client.local import local
+from nblaunch.client.preparation import (
     ClientJob,
     KeptJob,
     RemoteEvents,
@@ -32,8 +34,6 @@ from nblaunch.client.launch import (
     with_log_dir,
     with_metrics_file,
 )
-from nblaunch.client.line import deferring_interrupts, noting_interrupts
-from nblaunch.client.local import local
 from nblaunch.client.result import collect, error_of
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.framing import FrameKind
@@ -318,10 +318,10 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
             options=job.options,
             internal=job.internal,
             usage=usage,
-            look=job.look,
+            query=job.query,
             code=code,
         )
-        request = wire.GiveJob(session=job.ranks.key, order=order, attempt=job.attempt)
+        request = wire.SubmitJob(session=job.ranks.key, order=order, attempt=job.attempt)
         while True:
             try:
                 if job.request is None:

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
-from nblaunch.client.launch import ClientJob, fresh_job
+from nblaunch.client.preparation import ClientJob, fresh_job
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.table import nearest

@@ -34,7 +34,9 @@ from nblaunch.capture.capture import (
     notebook_names,
 )
 from nblaunch.client.knowledge import Knowledge, KnowledgeView, notices
-from nblaunch.client.launch import (
+from nblaunch.client.line import ClientLine, deferring_interrupts
+from nblaunch.client.local import Runtime, local
+from nblaunch.client.preparation import (
     ClientJob,
     JobRanks,
     RankPayload,
@@ -44,8 +46,6 @@ from nblaunch.client.launch import (
     with_log_dir,
     with_metrics_file,
 )
-from nblaunch.client.line import ClientLine, deferring_interrupts
-from nblaunch.client.local import Runtime, local
 from nblaunch.client.run import SilentView, StaleError, run_job, watch_job
 from nblaunch.client.scripts import is_script, refuse_in_session
 from nblaunch.insight.comparing import Round, compare, size_of
@@ -108,7 +108,7 @@ def start_session(
 def attach_session(
     entry: RuntimeEntry, *, take: bool = False, watch: Callable[[str, str], View] = silent
 ) -> LiveSession:
-    """Follow a detached session, and give it jobs unless another client does; `take` takes it over."""
+    """Follow a detached session, and own it unless another client does; `take` takes it over."""
     runtime = local().attached(entry)
     try:
         line = runtime.take_line()
@@ -121,7 +121,7 @@ def attach_session(
 
 
 def _own_variables(name: str) -> str:
-    """Return the note for the first job that a client gives to the ranks of others."""
+    """Return the notice for the first job that a client submits to the ranks of others."""
     return (
         f"attached to session {name!r}: the ranks' own variables count. %distributed push NAME sends the "
         "notebook's."
@@ -129,7 +129,7 @@ def _own_variables(name: str) -> str:
 
 
 class LiveSession:
-    """Ranks that are kept; one job at a time.
+    """Persistent ranks; one job at a time.
 
     A job is prepared (captured, and refused if it cannot run), then performed: `prepare_cell` and
     `prepare_call` return what performs it, on this thread or on that of a `Handle`.
@@ -146,7 +146,7 @@ class LiveSession:
         *,
         detached: bool,
     ) -> None:
-        """Give jobs to ranks that are there, or are being started.
+        """Submit jobs to ranks that are there, or are being started.
 
         `watch(title, backend)` makes what shows a job.
         """
@@ -177,10 +177,10 @@ class LiveSession:
         self._jobs = 0
         self._ended, self._why_ended = False, ""
         self._held_by = opened.held_by
-        """Another client, which gives the jobs."""
+        """Another client, the owner."""
         self._watches_only = opened.watches_only
-        self._gives = opened.held_by is None and not opened.watches_only
-        """Whether this process is the one that gives jobs; where none does, each may."""
+        self._owns = opened.held_by is None and not opened.watches_only
+        """Whether this process is the owner; where there is none, each may submit."""
         self._losses = 0
         """How often another client has taken the session over."""
         self._finalizer = weakref.finalize(
@@ -191,31 +191,31 @@ class LiveSession:
     @property
     def world_size(self) -> int:
         """The number of ranks; it changes when nodes come or are lost."""
-        self._look_at_events()
+        self._take_events()
         return self.placement.nproc
 
     @property
     def attempt(self) -> int:
         """The number of the attempt that the present ranks belong to."""
-        self._look_at_events()
+        self._take_events()
         return self._attempt
 
     @property
     def open(self) -> bool:
         """Whether there are ranks, or will be."""
-        self._look_at_events()
+        self._take_events()
         return not self._ended
 
     @property
-    def gives(self) -> bool:
-        """Whether this process is the one that gives jobs. One that is not watches."""
-        self._look_at_events()
-        return self._gives
+    def owns(self) -> bool:
+        """Whether this process is the owner. One that is not watches."""
+        self._take_events()
+        return self._owns
 
     @property
     def held_by(self) -> wire.ClientRecord | None:
-        """Another client, which gives the jobs; None if this process does, or none."""
-        self._look_at_events()
+        """Another client, the owner; None if this process does, or none."""
+        self._take_events()
         return self._held_by
 
     @property
@@ -324,17 +324,17 @@ class LiveSession:
         *args: object,
         rank: int = 0,
         brief: bool = False,
-        look: bool = True,
+        query: bool = True,
     ) -> Outcome:
         """Call a function of ours on one rank, and show nothing: the user did not start a run."""
-        job = self._look(title, [rank], fn, *args)
-        job.brief, job.look = brief, look
+        job = self._query(title, [rank], fn, *args)
+        job.brief, job.query = brief, query
         return self._perform(job)
 
-    def _look(self, title: str, ranks: Sequence[int], fn: Callable[..., Any], *args: object) -> ClientJob:
-        """Return a job that calls a function of ours, which only looks into ranks."""
+    def _query(self, title: str, ranks: Sequence[int], fn: Callable[..., Any], *args: object) -> ClientJob:
+        """Return a job that calls a function of ours, which only queries ranks."""
         job = self._job(FunctionJob(name=title), title, ranks)
-        job.payloads, job.internal, job.look = (RankPayload(capture_call(fn, args, {}, None)),), True, True
+        job.payloads, job.internal, job.query = (RankPayload(capture_call(fn, args, {}, None)),), True, True
         return job
 
     def diff(self, *names: str, env: bool = False, ranks: Sequence[int] | None = None) -> Difference:
@@ -367,7 +367,7 @@ class LiveSession:
                     raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE) from None
 
     def _answers(self, token: str, asked: Round) -> dict[int, Any]:
-        job = self._look("diff", asked.ranks, ask_shell, "answer_comparison", token, asked.ask)
+        job = self._query("diff", asked.ranks, ask_shell, "answer_comparison", token, asked.ask)
         outcome = self._run(job)
         root = outcome.result.root_cause
         if root is not None and root.type == "builtins.LookupError":
@@ -410,7 +410,7 @@ class LiveSession:
     ) -> Outcome:
         self._chosen(job.subset)
         self._refuse_if_ended()
-        if not job.look:
+        if not job.query:
             self._refuse_if_held()
         if job.options is not self.options:
             job.options = with_metrics_file(job.options)
@@ -434,7 +434,7 @@ class LiveSession:
                 with self._reading:
                     outcome = run_job(job, view, cancelled)
             except StaleError:
-                self._look_at_events()
+                self._take_events()
                 continue
             notes.clear()
             if outcome.result.root_cause is not None and not job.internal:
@@ -471,8 +471,8 @@ class LiveSession:
                 self._renumber(event)
             case wire.SessionEnded(session=self._key, why=why):
                 self._ended, self._why_ended = True, why
-            case wire.GiverChanged(session=self._key, by=by):
-                self._take_giver(by)
+            case wire.OwnerChanged(session=self._key, by=by):
+                self._take_owner(by)
             case _:
                 pass
 
@@ -489,17 +489,17 @@ class LiveSession:
         self._attempt = event.attempt
         self.placement = replace(self.placement, nproc=event.world_size)
 
-    def _take_giver(self, by: wire.ClientRecord | None) -> None:
+    def _take_owner(self, by: wire.ClientRecord | None) -> None:
         here = os.getpid(), platform.node()
-        gave, self._gives = self._gives, by is not None and (by.pid, by.node) == here
-        self._held_by = None if self._gives else by
-        if gave and not self._gives:
+        owned, self._owns = self._owns, by is not None and (by.pid, by.node) == here
+        self._held_by = None if self._owns else by
+        if owned and not self._owns:
             self._losses += 1
             # What the ranks have is no longer what this process has sent them.
             self._knowledge = Knowledge(self._keys)
             self._notes = [_own_variables(self.name)]
 
-    def _look_at_events(self) -> None:
+    def _take_events(self) -> None:
         """Take the events that have come since the last job; while a job runs, its thread takes them."""
         if self._line.closed:
             self._ended = True
@@ -568,7 +568,7 @@ class LiveSession:
         payloads, deliveries = [], []
         for view in self._knowledge.views(chosen, self._names, namespace):
             captured = capture(view)
-            view.look_for_changes()
+            view.find_changes()
             delivery = view.delivery(captured, pushed)
             # The objects themselves are the notebook's to keep or to free.
             captured = replace(captured, packed=replace(captured.packed, places=(), carried={}, detached=()))
@@ -618,7 +618,7 @@ class LiveSession:
 
     @property
     def jobs(self) -> list[SessionJob]:
-        """The jobs that the session was given, the oldest first; the runtime keeps the last 50."""
+        """The jobs that were submitted to the session, the oldest first; the runtime keeps the last 50."""
         answer = self._runtime.ask(wire.ListJobs(session=self._key))
         return [
             SessionJob(
@@ -650,7 +650,7 @@ class LiveSession:
             job.others = self._take
             return watch_job(job, snapshot, view)
 
-    # --- a look into a rank between its cells ----------------------------------------------------------
+    # --- a query of a rank between its cells -----------------------------------------------------------
 
     def inspect(self, name: str, *, rank: int = 0) -> str:
         """Return what `name?` shows on a rank. Raises `NblaunchError` if the rank has no such name."""
@@ -668,7 +668,7 @@ class LiveSession:
         """
         if not self.open:
             return 0, []
-        if self.busy or not self.gives or 0 in self._where(_ANSWER_SECONDS).silent:
+        if self.busy or not self.owns or 0 in self._where(_ANSWER_SECONDS).silent:
             return self._known_names(code, position)
         answers: queue.SimpleQueue[tuple[int, list[str]] | None] = queue.SimpleQueue()
 
@@ -695,7 +695,7 @@ class LiveSession:
     def debug(self, rank: int | None = None) -> None:
         """Debug the last exception of a rank, in that rank; without one, of the rank that failed last."""
         rank = self.failed_last if rank is None else rank
-        outcome = self._internal("debug", ask_shell, "debug", rank=rank, look=False)
+        outcome = self._internal("debug", ask_shell, "debug", rank=rank, query=False)
         root = outcome.result.root_cause
         if root is not None and root.type == "builtins.LookupError":
             msg = f"debug: {root.message}: rank {rank}. Name another rank (%distributed debug 1)."
@@ -707,7 +707,7 @@ class LiveSession:
     def interrupt(self) -> None:
         """Interrupt the job that is running, as the stop button does; the variables stay.
 
-        Raises `NblaunchError` if another client gives the jobs.
+        Raises `NblaunchError` if another client is the owner.
         """
         if self.open:
             self._runtime.ask(wire.InterruptSession(session=self._key))
@@ -725,8 +725,8 @@ class LiveSession:
 
     def _where(self, seconds: float = 1.0) -> HangReport:
         with self._runtime.line() as line:
-            looked = line.ask(wire.LookAtRanks(session=self._key, seconds=seconds))
-        return looked.report
+            answer = line.ask(wire.StacksOf(session=self._key, seconds=seconds))
+        return answer.report
 
     def status(self) -> SessionStatus:
         if self.open:
@@ -742,10 +742,10 @@ class LiveSession:
     def close(self) -> None:
         """End the ranks and wait until they have exited; does nothing the second time, or in a fork.
 
-        Ranks to which this process does not give the jobs are others': they stay, and it stops watching.
+        Ranks that this process does not own are others': they stay, and it stops watching.
         """
         self._finalizer.detach()
-        watched, self._ended = self.detached and not self.gives, True
+        watched, self._ended = self.detached and not self.owns, True
         if not self._runtime.is_of(os.getpid()):
             return
         if watched:

@@ -118,7 +118,7 @@ class Blame:
         """The ranks of the root cause: `rank 1`; empty where no rank failed."""
         return self.causes[0].who if self.causes else ""
 
-    def fate(self, rank: RankState) -> str:
+    def outcome(self, rank: RankState) -> str:
         """Return how a rank ended that has neither a value nor a failure; empty for the others."""
         match rank.state:
             case State.SUCCEEDED | State.FAILED:

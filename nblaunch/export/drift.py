@@ -21,7 +21,7 @@ from typing import Any
 from nblaunch.capture.dataflow import FunctionNode, extends_property, scope_of
 from nblaunch.capture.identity import has_identity
 from nblaunch.capture.parts import class_attributes, closure_of, fact_of
-from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, gives, is_same
+from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, evaluates_to, is_same
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line, source_of
 
@@ -78,7 +78,7 @@ class Drift:
     def _differs(self, node: ast.expr, value: Any, scope: _Bindings) -> bool | None:
         """Return whether an expression gives something else than `value` now, None if that is unknown."""
         try:
-            return not gives(node, value, scope)
+            return not evaluates_to(node, value, scope)
         except UnknownError:
             if self._is_newer(node):
                 return True

@@ -41,33 +41,33 @@ class UnknownError(Exception):
     """Only running an expression would tell what it gives."""
 
 
-def gives(node: ast.expr, value: Any, scope: Mapping[str, Any]) -> bool:
+def evaluates_to(node: ast.expr, value: Any, scope: Mapping[str, Any]) -> bool:
     """Return whether an expression makes `value`, or an equal one that nothing else refers to.
 
     Raises `UnknownError`.
     """
     match node:
         case ast.List(elts=parts):
-            return type(value) is list and _all_give(parts, value, scope)
+            return type(value) is list and _all_evaluate_to(parts, value, scope)
         case ast.Tuple(elts=parts):
-            return type(value) is tuple and _all_give(parts, value, scope)
+            return type(value) is tuple and _all_evaluate_to(parts, value, scope)
         case ast.Dict(keys=keys, values=parts):
-            whole = type(value) is dict and _all_give(keys, list(value), scope)
-            return whole and _all_give(parts, list(value.values()), scope)
+            whole = type(value) is dict and _all_evaluate_to(keys, list(value), scope)
+            return whole and _all_evaluate_to(parts, list(value.values()), scope)
         case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if _named(name, scope) in _EMPTY:
             return type(value) is _named(name, scope) and not value
         case ast.Call(func=ast.Name(id=name), args=[], keywords=parts) if _named(name, scope) is dict:
             names = [part.arg for part in parts]
             whole = type(value) is dict and None not in names and names == list(value)
-            return whole and _all_give([part.value for part in parts], list(value.values()), scope)
+            return whole and _all_evaluate_to([part.value for part in parts], list(value.values()), scope)
     return is_same(evaluated(node, scope), value)
 
 
-def _all_give(nodes: list[Any], values: Any, scope: Mapping[str, Any]) -> bool:
+def _all_evaluate_to(nodes: list[Any], values: Any, scope: Mapping[str, Any]) -> bool:
     if any(node is None or isinstance(node, ast.Starred) for node in nodes):
         raise UnknownError
     return len(nodes) == len(values) and all(
-        gives(node, value, scope) for node, value in zip(nodes, values, strict=True)
+        evaluates_to(node, value, scope) for node, value in zip(nodes, values, strict=True)
     )
 
 

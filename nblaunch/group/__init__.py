@@ -15,7 +15,7 @@ has many. The hub thread serves the clients, too. A thread of its own measures a
 A job, from a cell to its value, across client, runtime and rank:
     place     options -> placement, environment           client > runtime   OpenRanks: before any rank starts
     prepare   a cell, a call, a script -> payloads        client             prepare_cell, prepare_call, ...
-    give      JobOrder -> Job, payloads held              client > runtime   run_job; launch, jobs, sessions
+    submit    JobOrder -> Job, payloads held              client > runtime   run_job; launch, jobs, sessions
     begin     Prepare -> process group -> Entered(READY)  runtime > rank     until all ranks are ready
     dispatch  Dispatch [-> Arrived -> Proceed]            runtime > rank     a session's: on all or on none
     run       Started, output, Returned or Raised         rank > runtime > client: both fold them
@@ -33,8 +33,8 @@ An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
     recovery, in a session: if the group is fit, go on; else Recover forms the process group again, or the
       agent restarts all ranks; also after a job that succeeded, where ranks have called unlike numbers
 
-A group knows its ranks as those of its hosts (`host.ranks.GroupHost`), wherever they run. What makes groups
-(`runtime.launch`) gives them the function that makes these.
+A group knows its ranks as those of its hosts (`host.rank_host.GroupHost`), wherever they run. What makes
+groups (`runtime.worker_groups`) gives them the function that makes these.
 
 Invariants:
   * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.
@@ -45,14 +45,14 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    machine     what the pure machines have in common: a step, messages to ranks, surveys
-    fitness     whether a group is fit for another job: evidence before health
-    recovery    making ranks fit for another job; a pure machine
-    locating    where the ranks are: asked, read from outside, and asked again; a pure machine
-    ending      a job that does not end by itself: what follows from interrupts, timeout and hang; pure
-    lifecycle   `step`: every decision on jobs and ranks, stage by stage
-    job         one job: its state, values and log files
-    group       `WorkerGroup`: makes events, performs actions
-    standby     the group that is ready before it is needed
-    runtime     `LocalRuntime`: the host that a runtime is, and its groups
+    machine        what the pure machines have in common: a step, messages to ranks, surveys
+    fitness        whether a group is fit for another job: evidence before health
+    recovery       making ranks fit for another job; a pure machine
+    locating       where the ranks are: asked, read from outside, and asked again; a pure machine
+    ending         a job that does not end by itself: what follows from interrupts, timeout and hang; pure
+    lifecycle      `step`: every decision on jobs and ranks, stage by stage
+    job            one job: its state, values and log files
+    group          `WorkerGroup`: makes events, performs actions
+    standby        the group that is ready before it is needed
+    local_runtime  `LocalRuntime`: the host that a runtime is, and its groups
 """

@@ -3,9 +3,9 @@
 All is frozen, pure, and reads no clock: `now` is monotonic. `nblaunch.group.lifecycle` holds `Ending` in the
 state of the job and `Interruption` in that of the group, has an `EndingStep` decide, and does what follows.
 
-First a look: where are the ranks? Then they are told to end, by KeyboardInterrupt. Fresh ranks have the grace
-period for that. Those of a session hold variables: a rank in C code is waited for, and one that is importing,
-which the second interrupt only breaks off.
+First a survey: where are the ranks? Then they are told to end, by KeyboardInterrupt. Fresh ranks have the
+grace period for that. Those of a session hold variables: a rank in C code is waited for, and one that is
+importing, which the second interrupt only breaks off.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ END_SECONDS = 30.0
 
 
 class Why(enum.IntEnum):
-    """Why a machine looks where the ranks of its job are; numbers from 0 on are others who have asked."""
+    """Why a machine surveys the ranks of its job; numbers from 0 on are others who have asked."""
 
     INTERRUPT = -1
     TIMEOUT = -2
@@ -116,8 +116,8 @@ _STOPPED = "its process is stopped"
 class LateRanks(msgspec.Struct, frozen=True):
     """Interrupted ranks that are still at work, as they are shown."""
 
-    look_at: float = 0.0
-    """When to look again."""
+    survey_at: float = 0.0
+    """When to survey again."""
     ranks: Mapping[int, str] = {}
     stopped: Mapping[int, float] = {}
     """Those whose process is stopped (SIGSTOP), and how many seconds ago each was interrupted."""
@@ -157,13 +157,13 @@ def _places(report: HangReport) -> dict[int, str]:
 # Whether interrupted ranks are in a long step on their GPUs, or wait for a rank that does not come.
 #
 # A rank on a GPU waits in any call that needs a result, such as `.item()`, and a step may take seconds. It
-# takes more than one look to tell a long step from a stuck one, and an abort costs all groups.
+# takes more than one survey to tell a long step from a stuck one, and an abort costs all groups.
 
 
 # How long all GPUs may do nothing but one collective, which all of its ranks have begun.
 _STEP_SECONDS = 30.0
 # A collective ends within milliseconds of the last of its ranks, and NCCL's watchdog notices within 0.1 s.
-_LOOK_AGAIN_SECONDS = 0.2
+_SURVEY_AGAIN_SECONDS = 0.2
 
 
 class Steps(msgspec.Struct, frozen=True):
@@ -173,7 +173,7 @@ class Steps(msgspec.Struct, frozen=True):
     since: float = 0.0
 
     def after(self, answers: Mapping[int, Where], now: float) -> Steps:
-        """Return this with one more look."""
+        """Return this with one more survey."""
         done = {rank: answer.done for rank, answer in answers.items()}
         return self if done == self.done else Steps(done, now)
 
@@ -190,7 +190,7 @@ class Steps(msgspec.Struct, frozen=True):
             return True
         idle = any(rank in answers and not _in_collective(answers[rank]) for rank in at_work)
         # A rank that computes sees the interrupt soon, or is not what the others wait for.
-        return unmoved >= (grace / 2 if idle or not absent else _LOOK_AGAIN_SECONDS)
+        return unmoved >= (grace / 2 if idle or not absent else _SURVEY_AGAIN_SECONDS)
 
 
 def _at_work(state: RunState) -> list[int]:
@@ -225,8 +225,8 @@ def _progress(answers: Mapping[int, Where]) -> tuple[bool, set[int]]:
 
 # Python code answers an interrupt within milliseconds; a rank that does not is in C code.
 _FREE_SECONDS = 0.25
-# How often ranks in C code are looked at when there is nothing to free: a collective may begin in there.
-_LOOK_SECONDS = 1.0
+# How often ranks in C code are surveyed when there is nothing to free: a collective may begin in there.
+_SURVEY_SECONDS = 1.0
 # A busy machine may take its time; a connection is found only if both of its ends are known.
 _ANSWER_SECONDS = 2.0
 # A large collective that all ranks are in ends by itself.
@@ -257,7 +257,7 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 class Interruption(msgspec.Struct, frozen=True):
-    """The interruption of a job: looks where ranks are, frees the stuck, presses those that go on."""
+    """The interruption of a job: surveys the ranks, frees the stuck, presses those that go on."""
 
     begun: bool = False
     cut: bool = False
@@ -266,9 +266,9 @@ class Interruption(msgspec.Struct, frozen=True):
     """Addresses of lost machines: a connection to one may never end."""
     number: int = 0
     interrupted: Mapping[int, Interrupted] = {}
-    look_at: float | None = None
+    survey_at: float | None = None
     pause: float = _FREE_SECONDS
-    look: Survey | None = None
+    survey: Survey | None = None
     silent: frozenset[int] = frozenset()
     steps: Steps = Steps()
     grace: float = 0.0
@@ -282,7 +282,7 @@ class Interruption(msgspec.Struct, frozen=True):
     @property
     def busy(self) -> bool:
         """Whether something is due."""
-        return self.look_at is not None or self.look is not None or bool(self.interrupted)
+        return self.survey_at is not None or self.survey is not None or bool(self.interrupted)
 
     def without(self, address: str) -> Interruption:
         """Return this with a lost machine's `address` added; "" if other ranks run at that address."""
@@ -294,7 +294,7 @@ class Interruption(msgspec.Struct, frozen=True):
 
     def over(self) -> Interruption:
         """Expect nothing more of the ranks: the job has ended."""
-        return replace(self, interrupted={}, look_at=None, look=None)
+        return replace(self, interrupted={}, survey_at=None, survey=None)
 
     def begin(self, state: RunState, now: float) -> tuple[Interruption, Sends]:
         """Raise KeyboardInterrupt in every rank that has not ended its job."""
@@ -305,7 +305,7 @@ class Interruption(msgspec.Struct, frozen=True):
             begun=True,
             number=number,
             interrupted={**self.interrupted, **{rank: Interrupted(number, since[rank]) for rank in ranks}},
-            look_at=now + _FREE_SECONDS,
+            survey_at=now + _FREE_SECONDS,
             pause=_FREE_SECONDS,
         )
         return begun, tuple(Send(rank, Interrupt(number)) for rank in ranks)
@@ -337,20 +337,23 @@ class Interruption(msgspec.Struct, frozen=True):
             return self, ()
         at_work = set(_at_work(state))
         waited = {rank: known for rank, known in self.interrupted.items() if rank in at_work}
-        after, sends = replace(self, interrupted=waited, look_at=self.look_at if waited else None), Sends()
-        if after.look_at is not None and now >= after.look_at:
+        after, sends = (
+            replace(self, interrupted=waited, survey_at=self.survey_at if waited else None),
+            Sends(),
+        )
+        if after.survey_at is not None and now >= after.survey_at:
             # Also those that have finished, or take no part: a stuck rank may wait for one of these.
             everyone = (rank.rank for rank in members.ranks.values() if rank.node)
-            look, sends = Survey.of(everyone, now + _ANSWER_SECONDS)
-            after = replace(after, look_at=None, look=look)
+            survey, sends = Survey.of(everyone, now + _ANSWER_SECONDS)
+            after = replace(after, survey_at=None, survey=survey)
         after, freed = _free_stuck(after, state, now)
         return after, (*sends, *freed)
 
     def answered(self, answer: Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
         """Take one rank's answer."""
-        if self.look is None:
+        if self.survey is None:
             return self, ()
-        return _free_stuck(replace(self, look=self.look.with_answer(answer)), state, now)
+        return _free_stuck(replace(self, survey=self.survey.with_answer(answer)), state, now)
 
     def press(self, now: float, grace: float) -> tuple[Interruption, Sends]:
         """Interrupt ranks for the last time that have seen the interrupt, and whose grace period is over."""
@@ -363,8 +366,8 @@ class Interruption(msgspec.Struct, frozen=True):
         if not sends:
             return (self if grace == self.grace else replace(self, grace=grace)), ()
         after = replace(self, grace=grace, interrupted=interrupted, number=number)
-        if after.look is None:
-            after = replace(after, look_at=now, pause=_FREE_SECONDS)
+        if after.survey is None:
+            after = replace(after, survey_at=now, pause=_FREE_SECONDS)
         return after, tuple(sends)
 
     def deaf(self, now: float) -> tuple[int, ...]:
@@ -390,16 +393,16 @@ class Interruption(msgspec.Struct, frozen=True):
 
 def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tuple[Interruption, Sends]:
     """Cut the connections of ranks that are stuck in a collective, once it is known which these are."""
-    look = interruption.look
+    survey = interruption.survey
     # A rank that was silent the last time, because its C code holds the interpreter, is not waited for.
-    if look is None or not (look.missing <= interruption.silent or look.over(now)):
+    if survey is None or not (survey.missing <= interruption.silent or survey.over(now)):
         return interruption, ()
-    answers = look.answers
+    answers = survey.answers
     waiting = [rank for rank in interruption.interrupted if rank in answers and _in_collective(answers[rank])]
     handled = any(known.handles_it for known in interruption.interrupted.values())
-    pause = _FREE_SECONDS if waiting or handled else min(2 * interruption.pause, _LOOK_SECONDS)
-    look_at = now + pause if interruption.interrupted else None
-    after = replace(interruption, look=None, silent=look.missing, pause=pause, look_at=look_at)
+    pause = _FREE_SECONDS if waiting or handled else min(2 * interruption.pause, _SURVEY_SECONDS)
+    survey_at = now + pause if interruption.interrupted else None
+    after = replace(interruption, survey=None, silent=survey.missing, pause=pause, survey_at=survey_at)
     # Ranks that save something may do so with collectives: what others wait in may be one of these.
     if not waiting or handled:
         return after, ()
@@ -408,7 +411,7 @@ def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tupl
         if after.aborted_at is not None or not after.steps.stuck(answers, state, now, interruption.grace):
             return after, ()
         # All ranks abort NCCL: where only some do, that hangs, or frees memory that others write to.
-        everyone = answers.keys() | look.missing
+        everyone = answers.keys() | survey.missing
         return replace(after, cut=True, aborted_at=now), free(everyone, answers, interruption.lost)
     since = min(known.since for known in interruption.interrupted.values())
     if _in_step(answers, state) and now < since + _IN_STEP_SECONDS:
@@ -469,7 +472,7 @@ class Ending(msgspec.Struct, frozen=True):
     """Whose variables are lost by that."""
     skip_at: float = NEVER
     """When the grace period of fresh ranks is over."""
-    give_up_at: float = NEVER
+    abandon_at: float = NEVER
     """When the job ends, whatever its ranks do."""
 
     @classmethod
@@ -546,8 +549,8 @@ class EndingStep(Machine[Ending, Consequence]):
         self.set(interrupts=self.state.interrupts + (not sparing))
         ending = self.state
         if not ending.begun:
-            look = LocateRanks(Why.INTERRUPT, ASK_SECONDS)
-            self.set([look], begun=True, noticed=len(self.job.run.notices))
+            survey = LocateRanks(Why.INTERRUPT, ASK_SECONDS)
+            self.set([survey], begun=True, noticed=len(self.job.run.notices))
         elif ending.told:
             if not sparing and (ending.interrupts > 1 or ending.timed_out):
                 self.interrupt_again()
@@ -558,7 +561,7 @@ class EndingStep(Machine[Ending, Consequence]):
         """Go on once it is known where the ranks are; they were `asked` then."""
         match why:
             case Why.HANG:
-                self.look_for_hang(report, asked)
+                self.check_for_hang(report, asked)
             case Why.LATE:
                 self.show_late(report, asked)
             case Why.IMPORTS:
@@ -579,7 +582,7 @@ class EndingStep(Machine[Ending, Consequence]):
         """Have the ranks end the job, which the user has interrupted, or which has timed out."""
         ending, kept, stops = self.state, self.job.kept, self.now + self.job.grace
         if ending.timed_out and not kept:
-            self.set([Order.STOP_AGENT], told=True, give_up_at=stops + END_SECONDS)
+            self.set([Order.STOP_AGENT], told=True, abandon_at=stops + END_SECONDS)
             return
         self.set(told=True, interrupted=True, skip_at=NEVER if kept else stops)
         self.begin_interruption()
@@ -596,7 +599,7 @@ class EndingStep(Machine[Ending, Consequence]):
         self.change(self.interruption.begin(self.job.run, self.now))
 
     def interrupt_again(self) -> None:
-        """Break off imports of kept ranks, which costs no variable; else wait no longer."""
+        """Break off imports of persistent ranks, which costs no variable; else wait no longer."""
         ending, kept = self.state, self.job.kept
         if (kept and ending.skipped) or Why.IMPORTS in self.job.searches:
             return
@@ -619,8 +622,8 @@ class EndingStep(Machine[Ending, Consequence]):
         """Wait for the ranks of the job no longer."""
         job, waited_for = self.job, self.interruption.waited_for
         lost = format_ranks(job.members.ranks) if job.kept else ""
-        give_up_at = min(self.state.give_up_at, self.now + job.grace + END_SECONDS)
-        self.set([Order.SKIP_GRACE], skipped=True, skip_at=NEVER, give_up_at=give_up_at, lost=lost)
+        abandon_at = min(self.state.abandon_at, self.now + job.grace + END_SECONDS)
+        self.set([Order.SKIP_GRACE], skipped=True, skip_at=NEVER, abandon_at=abandon_at, lost=lost)
         if not job.kept:
             self.act(Order.STOP_AGENT)
         elif waited_for:
@@ -630,7 +633,7 @@ class EndingStep(Machine[Ending, Consequence]):
             self.replace_ranks("it was interrupted twice")
 
     def replace_ranks(self, reason: str) -> None:
-        """Replace the ranks of a kept group."""
+        """Replace the ranks of a persistent group."""
         self.act(RestartAsked(reason))
         self.job = replace(self.job, replacing=True)
 
@@ -641,7 +644,7 @@ class EndingStep(Machine[Ending, Consequence]):
         self.watch()
 
     def press(self) -> None:
-        """Replace kept ranks that have seen the interrupt twice and go on with their job."""
+        """Replace persistent ranks that have seen the interrupt twice and go on with their job."""
         job, now = self.job, self.now
         if not (job.kept or job.run.preempted) or not job.at_work:
             return
@@ -664,7 +667,7 @@ class EndingStep(Machine[Ending, Consequence]):
         if pauses or self.state.paused_at is not None:
             self.state = self.state.paused(now, goes_on=pauses)
         ending = self.state
-        if now >= ending.give_up_at:
+        if now >= ending.abandon_at:
             self.act(Order.FINISH_JOB)
             return
         if now >= ending.skip_at:
@@ -676,9 +679,9 @@ class EndingStep(Machine[Ending, Consequence]):
             self.set(timed_out=True)
         elif not ending.begun and ending.hang.due(now) and Why.HANG not in self.job.searches:
             self.act(LocateRanks(Why.HANG, ANSWER_SECONDS))
-        self.look_for_late()
+        self.check_for_late()
 
-    def look_for_hang(self, report: HangReport, asked: float) -> None:
+    def check_for_hang(self, report: HangReport, asked: float) -> None:
         """Tell the user of a hang that was not there before."""
         watch, hangs = self.state.hang.hangs(report, asked)
         self.set(hang=watch)
@@ -686,12 +689,12 @@ class EndingStep(Machine[Ending, Consequence]):
             told = Noticed(text=f"nothing heard for {watch.seconds:g} s\n{report}")
             self.act(LocatedAll(report=report), told)
 
-    def look_for_late(self) -> None:
+    def check_for_late(self) -> None:
         """Find out where interrupted ranks are that do not end, unless that was done a moment ago."""
         job, shown = self.job, self.state.late
         # Fresh ranks have the grace period, and no longer.
         waits = not job.replacing and (job.kept or not self.state.begun)
-        if not waits or self.now < shown.look_at or Why.LATE in job.searches:
+        if not waits or self.now < shown.survey_at or Why.LATE in job.searches:
             return
         late = overdue(self.interruption.waited_for, self.now)
         if late or shown.ranks:

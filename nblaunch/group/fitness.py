@@ -1,4 +1,4 @@
-"""Whether a kept group is fit for the next job: decided from what its ranks have read, and from nothing else.
+"""Whether a persistent group is fit for the next job: decided from what its ranks have read, nothing else.
 
 A group that is not fit is formed again, which costs the groups that the program made itself. One that only
 seems fit pairs a left-over collective with the next job's, and computes wrong numbers. So without evidence

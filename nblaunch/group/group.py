@@ -35,8 +35,8 @@ from nblaunch.group import lifecycle
 from nblaunch.group.job import Job, RankLogs
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Publish, Trigger, step
 from nblaunch.group.machine import LocateRanks, Order, Send
-from nblaunch.host.local import LocalHost
-from nblaunch.host.ranks import GroupHost
+from nblaunch.host.local_host import LocalHost
+from nblaunch.host.rank_host import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.protocol.client import Event, RankLogFiles
 from nblaunch.protocol.messages import (
@@ -45,7 +45,7 @@ from nblaunch.protocol.messages import (
     AttemptStarted,
     ClockAnswered,
     ClockAsked,
-    EngineSaid,
+    EngineStatus,
     Exited,
     FromRank,
     Hello,
@@ -66,8 +66,8 @@ from nblaunch.protocol.state import Message, RunState
 
 _ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.01
-# How long a look takes besides the answers: stacks are read, and a deadlock has the time to end.
-_LOOK_SECONDS = 10.0
+# How long a survey takes besides the answers: stacks are read, and a deadlock has the time to end.
+_SURVEY_SECONDS = 10.0
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 
@@ -82,7 +82,7 @@ _OF_HOSTS = {
 
 
 class GroupListener(Protocol):
-    """Follows the ranks of a kept group; called on the hub's thread."""
+    """Follows the ranks of a persistent group; called on the hub's thread."""
 
     def names_changed(self, names: Names) -> None:
         """Handle a change of the variables that a rank has."""
@@ -121,20 +121,20 @@ class WorkerGroup:
         """The hub's thread calls it once the last rank is gone."""
         self.job: Job | None = None
         self.names: dict[int, Names] = {}
-        """Of a kept group: the variables that each rank has."""
+        """Of a persistent group: the variables that each rank has."""
         self.listener: GroupListener | None = None
         self.closed = threading.Event()
         self.events = EventLog()
         """What torchelastic has recorded of these ranks."""
         self.settings = settings
         self._hub = local.hub
-        self._life = GroupState(kept=keep, members=RunState.fresh(settings.nproc, time=time.time()))
+        self._life = GroupState(persistent=keep, members=RunState.fresh(settings.nproc, time=time.time()))
         self._logs = RankLogs(settings.log_dir if settings.private_logs else None)
         self._raw: tuple[FromRank, bytes] | None = None
         """The message that is being fed, and the bytes that its rank has sent."""
-        self._looks = itertools.count()
-        self._who_looks: dict[int, Future[HangReport]] = {}
-        """Who has asked where the ranks are, by the number of the look."""
+        self._surveys = itertools.count()
+        self._who_surveys: dict[int, Future[HangReport]] = {}
+        """Who has asked where the ranks are, by the number of the survey."""
         self._error: BaseException | None = None
         self.usages: dict[int, Usage] = {}
         """The last measurement of the ranks."""
@@ -177,7 +177,7 @@ class WorkerGroup:
         return "" if self._error is None else str(self._error)
 
     @property
-    def engine(self) -> EngineSaid | None:
+    def engine(self) -> EngineStatus | None:
         """The engine's last report about the nodes, None without an engine."""
         return self._life.engine
 
@@ -204,16 +204,16 @@ class WorkerGroup:
         self._started = True
 
     def begin(self, job: Job | None, prepare: Prepare) -> None:
-        """Give the ranks a job, to be dispatched once all of them are ready; None only makes them ready."""
+        """Submit a job, to be dispatched once all ranks are ready; None only makes them ready."""
 
-        def given() -> None:
+        def submit() -> None:
             self.job = job
             if job is not None:
                 job.logs = self._logs.begin_job(self.attempt)
             known = None if job is None else job.known
-            self._feed(lifecycle.JobGiven(prepare, self.settings.options.grace, known))
+            self._feed(lifecycle.JobSubmitted(prepare, self.settings.options.grace, known))
 
-        self._hub.call(given)
+        self._hub.call(submit)
 
     def post(self, event: GroupEvent) -> None:
         """Feed an event to the machine, from any thread."""
@@ -227,13 +227,13 @@ class WorkerGroup:
         found: Future[HangReport] = Future()
 
         def ask() -> None:
-            number = next(self._looks)
-            self._who_looks[number] = found
+            number = next(self._surveys)
+            self._who_surveys[number] = found
             self._feed(LocateRanks(number, seconds))
 
         self._hub.call(ask)
         try:
-            return found.result(2 * seconds + _LOOK_SECONDS)
+            return found.result(2 * seconds + _SURVEY_SECONDS)
         except TimeoutError:  # the hub may have ended
             return hang.report({})
 
@@ -321,7 +321,7 @@ class WorkerGroup:
 
     # --- on the hub's thread: reports of hosts -------------------------------------------------
 
-    def said(self, message: EngineSaid) -> None:
+    def engine_reported(self, message: EngineStatus) -> None:
         """Fold an engine's report about the nodes."""
         self._feed(message)
 
@@ -406,7 +406,7 @@ class WorkerGroup:
     def node_leaves(
         self, name: str, *, asked: bool, enough: bool, ranks: frozenset[int], address: str
     ) -> bool:
-        """Go on without a node if enough are left; return whether the other nodes meet again."""
+        """Go on without a node if enough are left; return whether the other nodes join another rendezvous."""
         self._feed(lifecycle.NodeLeaving(name, asked, enough, ranks, address))
         return self._life.changing
 
@@ -566,7 +566,7 @@ class WorkerGroup:
                 for host in self._hosts:
                     host.read_stacks(ranks)
             case lifecycle.RanksLocated(number, report):
-                self._who_looks.pop(number).set_result(report)
+                self._who_surveys.pop(number).set_result(report)
             case lifecycle.ReleaseWorkers(succeeded, others):
                 for host in self._hosts:
                     host.release(succeeded=succeeded, others=others)
@@ -578,7 +578,7 @@ class WorkerGroup:
                 known = self._life.job
                 self._close(succeeded=known is not None and known.succeeded)
             case Order():
-                self._give_order(action, job)
+                self._carry_out(action, job)
             case _:
                 pass
 
@@ -586,7 +586,7 @@ class WorkerGroup:
         """Return the bytes that a rank has sent, if the message is still that one."""
         return self._raw[1] if self._raw is not None and self._raw[0] is message else encode(message)
 
-    def _give_order(self, order: Order, job: Job | None) -> None:
+    def _carry_out(self, order: Order, job: Job | None) -> None:
         """Have the agent do something, and the peers follow, or do it for the job."""
         match order:
             case Order.FINISH_JOB if job is not None:

@@ -105,7 +105,7 @@ class RankLogs:
                 self._growing[worker.rank] = True
 
     def renumber(self, attempt: int, kept: Mapping[int, int]) -> None:
-        """Follow the kept ranks under their new numbers; `kept` maps these to the former ones."""
+        """Follow the persistent ranks under their new numbers; `kept` maps these to the former ones."""
         tails, present = self._tails, self._present
         for rank in tails.keys() - set(kept.values()):
             tails[rank].close()
@@ -211,7 +211,7 @@ class RankLogs:
 
 
 class Job:
-    """A job that has been given to a group, or is about to be; the runtime's is `RunningJob`."""
+    """A job that has been submitted to a group, or is about to be; the runtime's is `RunningJob`."""
 
     def __init__(
         self,

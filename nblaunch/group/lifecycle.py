@@ -4,7 +4,7 @@ Every decision about a group and its jobs is made here, and in the parts that th
 `locating`, `ending`. `step` takes any event in any state. It reads no clock (`now` is monotonic) and does
 nothing itself: `nblaunch.group.group` feeds it events and performs its actions.
 
-A group of one run is fresh: it ends with its job, and torchelastic may start it again. A kept group (a
+A group of one run is fresh: it ends with its job, and torchelastic may start it again. A persistent group (a
 session's) goes on: stuck ranks are freed, a process group that may be broken is formed again, and only ranks
 that do not come back are replaced.
 
@@ -12,9 +12,9 @@ that do not come back are replaced.
     -----------  ------------------------------  ----------------------------------------------------------
     STARTING     an attempt begins               READY: every rank has formed its process group
                  deadlines: 60 s until all       (the agent is stopped if a deadline passes, or if a rank of a
-                 ranks are connected, 120 s      kept group dies here: its successors would die, too)
+                 ranks are connected, 120 s      persistent group dies here: its successors would die, too)
                  for the process group
-    READY        all ranks wait for a job        RUNNING: a job is given, and dispatched to its ranks
+    READY        all ranks wait for a job        RUNNING: a job is submitted, and dispatched
     RUNNING      the ranks have the job          fresh: LEAVING once all have an outcome, or 0.1 s after the
                                                  first failure
                                                  kept: READY if all succeeded, after the same number of
@@ -29,10 +29,11 @@ that do not come back are replaced.
                  or unevenly                     REPLACING: one is not, or does not answer in time
     LEAVING      a fresh job has its outcomes    CLOSED, or STARTING if torchelastic starts the group again;
                                                  before that, ranks that have failed end as scripts do
-    REPLACING    kept ranks must be ended        STARTING: torchelastic starts others; the job ends
+    REPLACING    persistent ranks must be ended  STARTING: torchelastic starts others; the job ends
     CHANGING     the membership changes          STARTING: after the next rendezvous; a dispatched job starts
                                                  again
-                 (kept ranks go on if they can: STARTING, from READY, with other numbers, then RECOVERING)
+                 (persistent ranks go on if they can: STARTING, from READY, with other numbers, then
+                 RECOVERING)
     CLOSED       the agent has ended             -
 
 At the user's interrupt, and at the timeout, the ranks are first asked where they are, for the error. Then the
@@ -43,8 +44,9 @@ asked was interrupted all the same.
 At a `Preemption` the ranks save. The running job is interrupted, waits until all ranks have saved, and then
 ends as an interrupted job does. A fresh group ends with it, without a restart.
 
-From any stage: an exit is folded once the rank's last messages have had 0.05 s to arrive. If a kept rank
-dies, torchelastic ends the others, and the job ends with STARTING. At the latest, a job ends with the agent.
+From any stage: an exit is folded once the rank's last messages have had 0.05 s to arrive. If a persistent
+rank dies, torchelastic ends the others, and the job ends with STARTING. At the latest, a job ends with the
+agent.
 """
 
 from __future__ import annotations
@@ -69,13 +71,13 @@ from nblaunch.protocol.messages import (
     Asked,
     AttemptStarted,
     Displayed,
-    EngineSaid,
+    EngineStatus,
     Entered,
     Exited,
     FromRank,
-    GivenTo,
     Hello,
     InterruptSeen,
+    JobAssigned,
     JobSent,
     Leave,
     Logged,
@@ -125,11 +127,11 @@ _SETTLES_NOTHING = (
     Measured,
     Reached,
     LocatedAll,
-    EngineSaid,
+    EngineStatus,
     NodesJoined,
 )
 # Messages after which a run has been silent for as long as before.
-_UNHEARD = (Measured, EngineSaid, NodesJoined)
+_UNHEARD = (Measured, EngineStatus, NodesJoined)
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -189,13 +191,13 @@ class JobState(msgspec.Struct, frozen=True):
 class GroupState(msgspec.Struct, frozen=True):
     """A worker group and its job; any thread may read it."""
 
-    kept: bool
+    persistent: bool
     members: RunState
     """The ranks themselves; the state of the job is `job.run`."""
     grace: float = 0.0
     attempt: int = 0
     prepare: Prepare | None = None
-    engine: EngineSaid | None = None
+    engine: EngineStatus | None = None
     """The engine's last report about the nodes; None without an engine."""
     connected: RankSet = RankSet()
     ready: RankSet = RankSet()
@@ -206,7 +208,7 @@ class GroupState(msgspec.Struct, frozen=True):
     """Those of them that are on another node."""
     exited: RankSet = RankSet()
     lost: RankSet = RankSet()
-    """Kept ranks that were lost with their nodes; the others regroup once they have ended the job."""
+    """Persistent ranks that were lost with their nodes; the others regroup once they have ended the job."""
     adopted: RankSet = RankSet()
     """Ranks that this attempt kept from the one before."""
     regroups: bool = False
@@ -275,7 +277,7 @@ class GroupState(msgspec.Struct, frozen=True):
             return Stage.REPLACING if self.replacing else Stage.CHANGING
         if self.recovery.busy:
             return Stage.RECOVERING
-        if not self.kept and self.job is not None and self.job.settled:
+        if not self.persistent and self.job is not None and self.job.settled:
             return Stage.LEAVING
         if job is not None and self.interruption.begun:
             return Stage.INTERRUPTED
@@ -379,8 +381,8 @@ class Preemption(msgspec.Struct, frozen=True):
     seconds: float | None
 
 
-class JobGiven(msgspec.Struct, frozen=True):
-    """The caller gives the ranks a job, with its limits; without one they only become ready."""
+class JobSubmitted(msgspec.Struct, frozen=True):
+    """The caller submits a job to the ranks, with its limits; without one they only become ready."""
 
     prepare: Prepare
     grace: float
@@ -398,7 +400,7 @@ GroupEvent: TypeAlias = (
     FromRank
     | Printed
     | Measured
-    | EngineSaid
+    | EngineStatus
     | Exited
     | Noticed
     | AttemptStarting
@@ -409,7 +411,7 @@ GroupEvent: TypeAlias = (
     | NodeLeaving
     | PrepareChanged
     | Preemption
-    | JobGiven
+    | JobSubmitted
     | Replied
     | LocateRanks
     | RestartAsked
@@ -510,7 +512,7 @@ class _Step(Machine[GroupState, Action]):
         state = self.state
         begun = state.forked or state.attempt > 0  # not so while an engine's nodes are awaited
         missing = state.exited or (begun and len(state.connected) < state.members.world_size)
-        if state.kept and (state.replacing or missing):
+        if state.persistent and (state.replacing or missing):
             # New ones are on their way, and would not hear of it.
             self.act(Order.STOP_AGENT)
             return
@@ -597,14 +599,14 @@ class _Step(Machine[GroupState, Action]):
                 if rank.state is State.RUNNING and rank.rank not in self.state.remote:
                     self.send(rank.rank, ReportReached())
 
-    def engine_said(self, said: EngineSaid) -> None:
+    def engine_reported(self, status: EngineStatus) -> None:
         """Keep an engine's report; fold what is new in it."""
         before = self.state.engine
-        self.set(engine=said)
-        if before is None or replace(before, state=said.state, joined=said.joined) != said:
-            self.fold(said)
+        self.set(engine=status)
+        if before is None or replace(before, state=status.state, joined=status.joined) != status:
+            self.fold(status)
         else:
-            self.fold(NodesJoined(state=said.state, joined=said.joined))
+            self.fold(NodesJoined(state=status.state, joined=status.joined))
 
     def fold_run(self, message: Message) -> bool:
         """Fold a message into the job; return whether that changes anything. Nothing else changes its run."""
@@ -703,12 +705,12 @@ class _Step(Machine[GroupState, Action]):
             changing=False,
             saving=RankSet(),
         )
-        if message.number > 0 and self.state.kept:
+        if message.number > 0 and self.state.persistent:
             self.note(RESTARTED if kept is None else _gone_on(kept, message.world_size))
         job = self.state.working
         # Its ranks are gone, with all the variables it could use, or it was captured for other ranks.
         gone = job is not None and (job.dispatched or kept is not None or job.lacks(message.world_size))
-        if self.state.kept and gone:
+        if self.state.persistent and gone:
             self.finish()
         elif job is not None:
             self.set(job=JobState(job.run, internal=job.internal, ending=job.ending))
@@ -774,7 +776,7 @@ class _Step(Machine[GroupState, Action]):
 
     # --- a job begins ----------------------------------------------------------------------------
 
-    def job_given(self, event: JobGiven) -> None:
+    def job_submitted(self, event: JobSubmitted) -> None:
         state = self.state
         if state.prepare is None:
             self.set(prepare=event.prepare)
@@ -791,7 +793,7 @@ class _Step(Machine[GroupState, Action]):
             self.finish()
             return
         places = {rank: known.place for rank, known in state.members.ranks.items() if rank in run.ranks}
-        self.fold_run(GivenTo(ranks=places, attempt=state.attempt))
+        self.fold_run(JobAssigned(ranks=places, attempt=state.attempt))
         if state.engine is not None:
             self.fold_run(state.engine)
         if not event.job.internal:
@@ -811,9 +813,10 @@ class _Step(Machine[GroupState, Action]):
             return
         if state.recovery.busy or state.lost or state.regrouping:
             return  # these ranks are about to form a group
-        if not state.kept and state.changing:
+        if not state.persistent and state.changing:
             return  # these ranks are about to be ended: the job is for the next ones
-        # A kept group's job goes with the ranks it was captured for: the next ones lack what these have.
+        # A persistent group's job goes with the ranks it was captured for: the next ones lack what these
+        # have.
         self.set_job(dispatched=True)
         for rank in job.run.ranks:
             if rank not in state.exited:
@@ -851,8 +854,8 @@ class _Step(Machine[GroupState, Action]):
             return
         if self.state.preempted and (self.state.saving or not job.run.finished):
             return  # a failure does not end ranks that save
-        if self.state.kept:
-            self.settle_kept(job)
+        if self.state.persistent:
+            self.settle_persistent(job)
             return
         if job.succeeded and not self.left_nothing_open(job):
             return
@@ -866,7 +869,7 @@ class _Step(Machine[GroupState, Action]):
         elif job.succeeded:
             self.finish()  # all values are here: the ranks leave while the user goes on
 
-    def settle_kept(self, job: JobState) -> None:
+    def settle_persistent(self, job: JobState) -> None:
         state = self.state
         self.set_job(settle_at=None)
         if not job.dispatched:
@@ -977,7 +980,7 @@ class _Step(Machine[GroupState, Action]):
             run=job.run,
             members=state.members,
             present=self.present(),
-            kept=state.kept,
+            kept=state.persistent,
             grace=state.grace,
             at_work=job.dispatched and not job.settled,
             asks=bool(job.questions),
@@ -1021,7 +1024,7 @@ class _Step(Machine[GroupState, Action]):
             self.fold_run(Waiting())
 
     def replace_ranks(self, reason: str) -> None:
-        """End the ranks of a kept group, and start others."""
+        """End the ranks of a persistent group, and start others."""
         if not self.state.closed:
             self.set(replacing=True, recovery=self.state.recovery.abandoned())
             self.note(reason)
@@ -1037,7 +1040,7 @@ class _Step(Machine[GroupState, Action]):
         at_work = job is not None and job.dispatched and exited.rank in job.run.ranks
         if state.changing or state.preempted or (exited.rank in state.lost and not at_work):
             exited = replace(exited, expected=True)
-        if state.kept and not (state.all_ready or state.adopted or exited.expected):
+        if state.persistent and not (state.all_ready or state.adopted or exited.expected):
             self.act(Order.STOP_AGENT)  # a rank that dies while it starts would do so again
         # Slurm and others send SIGTERM to all processes of a node, in any order.
         ordered = exited.exitcode == _TERMINATED and exited.rank in state.remote and not exited.expected
@@ -1070,9 +1073,9 @@ class _Step(Machine[GroupState, Action]):
         self.fold(exited)
 
     def noteworthy(self, exited: Exited) -> bool:
-        """Whether a rank of a kept group has died between two jobs."""
+        """Whether a rank of a persistent group has died between two jobs."""
         state, bad = self.state, not exited.expected and exited.exitcode != 0
-        return bad and state.kept and not state.closed and exited.rank not in state.working_ranks
+        return bad and state.persistent and not state.closed and exited.rank not in state.working_ranks
 
     def send_leave(self, ranks: Collection[int]) -> None:
         job = self.state.job
@@ -1089,12 +1092,12 @@ class _Step(Machine[GroupState, Action]):
     def node_leaving(self, event: NodeLeaving) -> None:
         state, job = self.state, self.state.working
         how = "left" if event.asked else "was lost"
-        starting = state.kept and not (state.all_ready or state.adopted)
+        starting = state.persistent and not (state.all_ready or state.adopted)
         if not (event.enough or starting) or state.closed or state.replacing or state.changing:
             return  # the node's ranks have failed with it
-        if not state.kept and (job is None or job.settled or state.interruption.begun):
+        if not state.persistent and (job is None or job.settled or state.interruption.begun):
             return
-        if state.kept and not starting:
+        if state.persistent and not starting:
             self.note(f"node {event.name} {how}, with the variables of {format_ranks(event.ranks)}")
             away = state.interruption.without(event.address)
             self.set(lost=state.lost | event.ranks, interruption=away, regroups=True)
@@ -1104,7 +1107,7 @@ class _Step(Machine[GroupState, Action]):
         if event.enough:
             self.note(f"node {event.name} {how}; the others begin again without it")
             self.act(Order.REJOIN_NODES)
-        # Else the nodes meet again once another has come; without one, the agent ends.
+        # Else the nodes' next rendezvous begins once another has come; without one, the agent ends.
         self.change_membership()
 
     def regroup_if_idle(self) -> None:
@@ -1114,7 +1117,7 @@ class _Step(Machine[GroupState, Action]):
         busy = state.recovery.busy or bool(state.saving) or (job is not None and job.dispatched)
         if not state.regroups or busy:
             return
-        # An `Adopt` reaches only ranks that have said hello in this attempt.
+        # An `Adopt` reaches only ranks that have sent `Hello` in this attempt.
         everyone = len(state.connected | state.lost) == state.members.world_size
         if (state.all_ready or state.adopted) and everyone:
             self.set(regroups=False, regrouping=True)
@@ -1144,12 +1147,12 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
     Trigger.INTERRUPT_SPARING: lambda step, _: step.end_early(
         functools.partial(EndingStep.interrupt, sparing=True)
     ),
-    Trigger.NODE_ARRIVED: lambda step, _: step.set(regroups=step.state.kept),
+    Trigger.NODE_ARRIVED: lambda step, _: step.set(regroups=step.state.persistent),
     Trigger.DISMISS: lambda step, _: step.dismiss(),
     Trigger.FORGET_NOTES: lambda step, _: step.set(notes=()),
     Printed: _Step.fold,
     Measured: _Step.measured,
-    EngineSaid: _Step.engine_said,
+    EngineStatus: _Step.engine_reported,
     Noticed: lambda step, noticed: step.note(noticed.text),
     Exited: _Step.worker_exited,
     ExitExplained: lambda step, explained: step.exit_explained(explained.exited),
@@ -1160,7 +1163,7 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
     NodeLeaving: _Step.node_leaving,
     PrepareChanged: _Step.prepare_changed,
     Preemption: _Step.preempt,
-    JobGiven: _Step.job_given,
+    JobSubmitted: _Step.job_submitted,
     Replied: _Step.replied,
     LocateRanks: _Step.locate,
     RestartAsked: lambda step, request: step.replace_ranks(request.reason),

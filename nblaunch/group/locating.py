@@ -110,7 +110,7 @@ class Locating(msgspec.Struct, frozen=True):
             for rank in self.survey.missing
             if (known := state.ranks.get(rank)) is not None
             and (known.finishing or not known.state.final)
-            # A process that has not said hello yet would be ended by the signal that dumps a stack.
+            # A process that has not sent `Hello` yet would be ended by the signal that dumps a stack.
             and (rank in remote or (known.pid is not None and known.node))
         )
 

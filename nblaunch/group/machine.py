@@ -67,7 +67,7 @@ class LocateRanks(msgspec.Struct, frozen=True):
 
 
 class RestartAsked(msgspec.Struct, frozen=True):
-    """The ranks of a kept group are to be replaced."""
+    """The ranks of a persistent group are to be replaced."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Making the ranks of a kept group fit for another job, after one that failed or was interrupted.
+"""Making the ranks of a persistent group fit for another job, after one that failed or was interrupted.
 
 `Recovery` is a pure machine, and frozen. A method that changes it returns the next value, and the messages to
 send. It reads no clock: `now` is monotonic. `nblaunch.group.lifecycle` holds it in its state.

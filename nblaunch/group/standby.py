@@ -23,7 +23,7 @@ from nblaunch.host.settings import AgentSettings
 STANDBY_SECONDS = 600.0
 IDLE_SECONDS = 0.25
 """How long nothing must have run: a user who runs one cell after the other is not slowed down."""
-_LOOK_SECONDS = 10.0
+_POLL_SECONDS = 10.0
 _LEAST_FREE = 0.1
 _CLOSE_SECONDS = 5.0
 
@@ -99,12 +99,12 @@ class Standby:
                 now = time.monotonic()
                 idle = now - self._idle_since
                 if busy or (self._standby_group is None and idle < IDLE_SECONDS):
-                    self._changed.wait(_LOOK_SECONDS if busy else IDLE_SECONDS - idle)
+                    self._changed.wait(_POLL_SECONDS if busy else IDLE_SECONDS - idle)
                     continue
                 if now - self._used > STANDBY_SECONDS or _memory_is_short():
                     standby_group, self._standby_group, self._shape = self._standby_group, None, None
                 elif self._standby_group is not None:
-                    self._changed.wait(_LOOK_SECONDS)
+                    self._changed.wait(_POLL_SECONDS)
                     continue
                 else:
                     standby_group = None

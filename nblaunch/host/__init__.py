@@ -46,14 +46,14 @@ Modules, each after those that it imports:
     forkserver         reaches the fork server, or starts one; a multiprocessing context that forks from it
     agent              `RankAgent`, and the thread that it runs on
     hub                the ranks' socket and its thread
-    stacks             the stacks of ranks that do not answer, or have died
+    process_stacks     the stacks of ranks that do not answer, or have died
     usage              CPU, memory and GPU of ranks, measured on a thread
-    local              `LocalHost`: directory, fork server and hub of a process
+    local_host         `LocalHost`: directory, fork server and hub of a process
     key                who may join: the run's key, and the command
     link               the runtime's socket for nodes, payloads in pieces, the sockets for pieces (TCP, CURVE)
     reach              which nodes reach each other, and why others do not
     code               the notebook's own modules on a node
-    ranks              `RankHost`: the ranks of one group on this machine; what a group says to any host
+    rank_host          `RankHost`: the ranks of one group on this machine; what a group says to any host
     relay              `NodeRelay`: between a node's ranks and the runtime
     join               the command, without torch: options, key, signals, exit status; has the program forked
     node_main          the node program, a fork of its fork server; `NodeHost`: its connection, and its relays

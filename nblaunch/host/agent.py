@@ -36,11 +36,11 @@ from nblaunch.host.directed import DirectedRendezvous
 from nblaunch.host.forkserver import Server
 from nblaunch.host.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog, line_prefixes
 from nblaunch.host.settings import AgentEvents, AgentSettings, Worker
-from nblaunch.host.wire import Meet
+from nblaunch.host.wire import CompleteRendezvous
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_BARRIER_SECONDS = 5.0
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _KILL_WAIT_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 0.1
 THREAD_PREFIX = "nblaunch-agent"
@@ -68,7 +68,8 @@ class RankAgent(LocalElasticAgent):
     ) -> None:
         """Prepare an agent; `arguments(attempt)` are those of `run_rank`, `server` forks the ranks.
 
-        Where the runtime decides each rendezvous, the agent calls `waiting`, and then waits for `meet`.
+        Where the runtime decides each rendezvous, the agent calls `waiting`, and then waits for
+        `complete_rendezvous`.
         """
         self.settings = settings
         self._arguments = arguments
@@ -133,10 +134,10 @@ class RankAgent(LocalElasticAgent):
         self._rejoin.set()
         self._waker.wake()
 
-    def meet(self, directed: Meet) -> None:
+    def complete_rendezvous(self, directed: CompleteRendezvous) -> None:
         """Complete the rendezvous for which the agent waits."""
         if self._directed is not None:
-            self._directed.meet(directed)
+            self._directed.complete_rendezvous(directed)
 
     def forget_orders(self) -> None:
         """Forget what was ordered in the attempt before; a node that follows decides when that is."""
@@ -265,9 +266,9 @@ class RankAgent(LocalElasticAgent):
                 self._filtered.append(FilteredLines(path, logs, prefixes, words, thread))
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        # A node that meets the others before they know of its failure would look like one that came late.
-        # With a directed rendezvous, the rendezvous itself waits for it.
-        while self._follows and self._directed is None and not self._ordered.wait(_LOOK_SECONDS / 10):
+        # A node that joins the rendezvous before the others know of its failure would look like one that came
+        # late. With a directed rendezvous, the rendezvous itself waits for it.
+        while self._follows and self._directed is None and not self._ordered.wait(_POLL_SECONDS / 10):
             self._raise_if_stopped()
         if self._reason == "membership":
             self._events.membership_changing()
@@ -277,7 +278,7 @@ class RankAgent(LocalElasticAgent):
         # Ranks that are idle, or at work, cost nothing here.
         alive = [process.sentinel for process in self._processes() if process.exitcode is None]
         if len(alive) == len(self._processes()) or (alive and self._released()):
-            seconds = max(min(_LOOK_SECONDS, self._leave_by - time.monotonic()), 0.0)
+            seconds = max(min(_POLL_SECONDS, self._leave_by - time.monotonic()), 0.0)
             with contextlib.suppress(OSError):  # the end of a process may have been read meanwhile
                 connection.wait([*alive, self._waker.fileno()], timeout=seconds)
                 self._waker.clear()
@@ -453,12 +454,12 @@ def _passed_on(
     """Return a method that gives this order to the agent; once it has ended, the order does nothing."""
 
     @functools.wraps(order)
-    def give(thread: AgentThread, /, *arguments: P.args, **keywords: P.kwargs) -> None:
+    def pass_on(thread: AgentThread, /, *arguments: P.args, **keywords: P.kwargs) -> None:
         agent = thread.agent
         if agent is not None:
             order(agent, *arguments, **keywords)
 
-    return give
+    return pass_on
 
 
 class AgentThread:
@@ -468,7 +469,7 @@ class AgentThread:
     restart = _passed_on(RankAgent.restart)
     rejoin = _passed_on(RankAgent.rejoin)
     regroup = rejoin
-    meet = _passed_on(RankAgent.meet)
+    complete_rendezvous = _passed_on(RankAgent.complete_rendezvous)
     forget_orders = _passed_on(RankAgent.forget_orders)
     skip_grace = _passed_on(RankAgent.skip_grace)
     release = _passed_on(RankAgent.release)

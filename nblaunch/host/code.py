@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from nblaunch.capture.modules import FilePrints, digest_of
+from nblaunch.capture.own_modules import FilePrints, digest_of
 from nblaunch.host.wire import CodeFiles, CodeLacking, HaveCode, Piece
 from nblaunch.protocol.messages import CodeFile, CodeManifest, CodeTree
 
@@ -41,23 +41,24 @@ class JobCode:
     def __init__(
         self,
         send: Callable[[bytes, HaveCode | CodeFiles, memoryview | None], None],
-        give: Callable[[bytes, bytes], int] | None = None,
+        send_payload: Callable[[bytes, bytes], int] | None = None,
         read: Callable[[Callable[[], bytes], Callable[[bytes], None]], None] = lambda work, then: then(
             work()
         ),
     ) -> None:
         """`send` sends a message to a node, with the bytes that follow it.
 
-        `give` sends content to a node as a payload of group "", and returns the payload's number. `read` runs
-        its first function on another thread, and the second one with the result on the hub's thread.
+        `send_payload` sends content to a node as a payload of group "", and returns the payload's number.
+        `read` runs its first function on another thread, and the second one with the result on the hub's
+        thread.
         """
-        self._send, self._give, self._read = send, give, read
+        self._send, self._send_payload, self._read = send, send_payload, read
         self._manifests: dict[str, CodeManifest] = {}
         self._asked: dict[bytes, str] = {}
         """The tree that each node was asked for last."""
         self._answered: set[tuple[bytes, str]] = set()
         """What was sent to whom."""
-        self._given: dict[tuple[bytes, str], int] = {}
+        self._payloads: dict[tuple[bytes, str], int] = {}
         """The number of the payload in which a node was sent the files of a tree."""
 
     def learn(self, manifest: CodeManifest) -> None:
@@ -91,16 +92,16 @@ class JobCode:
     def _send_files(self, node: bytes, tree: str, content: bytes) -> None:
         if (node, tree) not in self._answered:
             return  # the node is gone, or has been asked again
-        if len(content) <= _SMALL or self._give is None:
+        if len(content) <= _SMALL or self._send_payload is None:
             self._send(node, CodeFiles(tree=tree, number=0), memoryview(content))
         else:
-            number = self._given[node, tree] = self._give(node, content)
+            number = self._payloads[node, tree] = self._send_payload(node, content)
             self._send(node, CodeFiles(tree=tree, number=number), None)
 
     def lost(self, number: int) -> bytes | None:
         """Ask the node again that was sent this payload, which was lost on its way; return the node."""
-        for node, tree in [key for key, given in self._given.items() if given == number]:
-            del self._given[node, tree]
+        for node, tree in [key for key, payload in self._payloads.items() if payload == number]:
+            del self._payloads[node, tree]
             self._answered.discard((node, tree))
             if tree in self._manifests:
                 self._send(node, HaveCode(manifest=self._manifests[tree]), None)
@@ -111,7 +112,7 @@ class JobCode:
         """Forget a node that is gone."""
         self._asked.pop(node, None)
         self._answered = {each for each in self._answered if each[0] != node}
-        self._given = {each: number for each, number in self._given.items() if each[0] != node}
+        self._payloads = {each: number for each, number in self._payloads.items() if each[0] != node}
 
 
 def _read(manifest: CodeManifest, digests: frozenset[bytes]) -> dict[bytes, bytes]:
@@ -138,17 +139,17 @@ class NodeCode:
         self,
         root: Path,
         send: Callable[[CodeLacking], None],
-        look: Callable[
+        run_aside: Callable[
             [Callable[[], frozenset[bytes]], Callable[[frozenset[bytes]], None]], None
         ] = lambda work, then: then(work()),
     ) -> None:
         """Keep them below `root`, which is private; `send` answers the runtime.
 
-        `look` has a thread of its own look at the notebook's own paths, where a file system may not answer,
+        `run_aside` has a thread of its own read the notebook's own paths, where a file system may not answer,
         and gives what that returns to the other, on the hub's thread.
         """
         self._files, self._trees, self._views = (root / name for name in ("files", "trees", "views"))
-        self._send, self._look = send, look
+        self._send, self._run_aside = send, run_aside
         self._prints = FilePrints()
         self._manifests: dict[str, CodeManifest] = {}
         self._shared: set[str] = set()
@@ -180,12 +181,12 @@ class NodeCode:
             return
         self._remember(manifest)
 
-        def look() -> frozenset[bytes]:
+        def find() -> frozenset[bytes]:
             return frozenset(each.digest for each in manifest.files if not self._is_there(manifest, each))
 
-        self._look(look, lambda elsewhere: self._looked(tree, elsewhere))
+        self._run_aside(find, lambda elsewhere: self._found_lacking(tree, elsewhere))
 
-    def _looked(self, tree: str, elsewhere: frozenset[bytes]) -> None:
+    def _found_lacking(self, tree: str, elsewhere: frozenset[bytes]) -> None:
         lacking = tuple(sorted(digest for digest in elsewhere if not self._kept(digest).exists()))
         try:
             if not elsewhere:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from nblaunch.host.wire import Meet
+from nblaunch.host.wire import CompleteRendezvous
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class DirectedRendezvous(RendezvousHandler):
@@ -25,17 +25,17 @@ class DirectedRendezvous(RendezvousHandler):
     def __init__(self, run_id: str, waiting: Callable[[], None], stopped: threading.Event) -> None:
         """Call `waiting` on the agent's thread each time that it begins to wait for a round."""
         self._run_id, self._waiting, self._stopped = run_id, waiting, stopped
-        self._met = threading.Event()
-        self._next: Meet | None = None
-        self._directed: Meet | None = None
+        self._decided = threading.Event()
+        self._next: CompleteRendezvous | None = None
+        self._directed: CompleteRendezvous | None = None
 
-    def meet(self, directed: Meet) -> None:
+    def complete_rendezvous(self, directed: CompleteRendezvous) -> None:
         """Complete the rendezvous with this round; from any thread."""
         self._next = directed
-        self._met.set()
+        self._decided.set()
 
     @property
-    def directed(self) -> Meet:
+    def directed(self) -> CompleteRendezvous:
         """The current round. Raises `LookupError` before the first one."""
         if self._directed is None:
             msg = "the nodes have not met yet"
@@ -53,9 +53,9 @@ class DirectedRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round. Raises `SignalException` if the run is stopped instead."""
-        self._met.clear()
+        self._decided.clear()
         self._waiting()
-        while not self._met.wait(_LOOK_SECONDS):
+        while not self._decided.wait(_POLL_SECONDS):
             if self._stopped.is_set():
                 msg = "the run was stopped"
                 raise SignalException(msg, signal.SIGTERM)

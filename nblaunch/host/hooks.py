@@ -100,7 +100,7 @@ class EventStream:
 
 SWITCH = "TORCHELASTIC_ENABLE_FILE_TIMER"
 FILE = "TORCHELASTIC_TIMER_FILE"
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _NOTHING = b'{"pid": 0, "scope_id": "", "expiration_time": -1, "signal": 0}\n'
 
 
@@ -121,7 +121,7 @@ class Watchdog(FileTimerServer):
         self._is_rank = is_rank
         self._thread_name = thread_name
         self._forward = log_event
-        super().__init__(path, run_id, max_interval=_LOOK_SECONDS, daemon=True, log_event=self._note)
+        super().__init__(path, run_id, max_interval=_POLL_SECONDS, daemon=True, log_event=self._note)
 
     def _note(self, name: str, request: FileTimerRequest | None) -> None:
         if name == "timer expired" and request is not None and request.signal > 0:
@@ -147,7 +147,7 @@ class Watchdog(FileTimerServer):
             try:
                 os.write(pipe, _NOTHING)
                 if self._watchdog_thread is not None:
-                    self._watchdog_thread.join(_LOOK_SECONDS * 10)
+                    self._watchdog_thread.join(_POLL_SECONDS * 10)
             finally:
                 os.close(pipe)
         super().stop()
@@ -285,7 +285,7 @@ class FilteredLines:
                 "file": log,
                 "dst": self._file,
                 "finished": self._finished,
-                "interval_sec": _LOOK_SECONDS,
+                "interval_sec": _POLL_SECONDS,
                 "log_line_filter": lambda line: any(word in line for word in words),
             }
             name = f"{thread}-filter-{local_rank}"

@@ -34,8 +34,8 @@ from nblaunch._inherited import JOIN_KEY
 from nblaunch._keeper import Boot, environment, starting
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.host.key import KEY_FILE, key_from_stdin, read_key
+from nblaunch.options.command_line import parse_line
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.options.line import parse_line
 from nblaunch.options.table import Option, plain_help
 
 PLACE = "NBLAUNCH_NODE_PLACE"
@@ -129,7 +129,7 @@ def join(arguments: Sequence[str]) -> int:
         status = _run(order, handled.union(NOTICES if endpoint else ()))
         if status == CUT_OFF:
             if endpoint:
-                _give_back(endpoint)
+                _release(endpoint)
             status = 1
     except OptionError as error:
         return failed(str(error), 2)
@@ -261,8 +261,8 @@ def _await_end(keeper: subprocess.Popen[bytes]) -> None:
         keeper.wait()
 
 
-def _give_back(endpoint: str) -> None:
-    """Give the allocation back if the runtime is gone, where the engine has said how.
+def _release(endpoint: str) -> None:
+    """Give the allocation back if the runtime is gone, where the engine has a command for it.
 
     The runtime's keeper does it, unless all of the user's processes there are killed at once. A port on which
     nothing listens is certain. Silence is not: other nodes may go on with the notebook.

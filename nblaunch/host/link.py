@@ -72,10 +72,10 @@ REFUSALS = (
 )
 
 
-_OTHER_SIDE = {"notebook": "node", "node": "notebook", "taker": "giver", "giver": "taker"}
-_SERVERS = {"notebook", "taker"}
+_OTHER_SIDE = {"notebook": "node", "node": "notebook", "receiver": "sender", "sender": "receiver"}
+_SERVERS = {"notebook", "receiver"}
 # The sides that decide how long a silence may be.
-_LIMITING = {"notebook", "giver"}
+_LIMITING = {"notebook", "sender"}
 LONGEST_SILENCE_SECONDS = 3600.0
 """For the other sides: these get the limit with each heartbeat."""
 
@@ -83,7 +83,7 @@ LONGEST_SILENCE_SECONDS = 3600.0
 def encrypted(socket: zmq.Socket[bytes], key: bytes, side: str, silence: float = SILENCE_SECONDS) -> bytes:
     """Give a socket the keys of one `side`; return the other side's public key.
 
-    `notebook` listens for `node`; for payloads, `taker` listens for `giver`. The connection ends after
+    `notebook` listens for `node`; for payloads, `receiver` listens for `sender`. The connection ends after
     `silence` seconds without a heartbeat of the other side.
     """
     own = z85.encode(curve_secret(key, side))
@@ -381,7 +381,7 @@ class IncomingTransfer:
             self._waiting[number_of(ticket)] = act
 
     def claim(self, ticket: Payload) -> Payload:
-        """Return the payload for a process of this machine. Raises the error of a piece that failed."""
+        """Return the received payload as a local one. Raises the error of a piece that failed."""
         if ticket.inline is not None:
             return Payload(sizes=ticket.sizes, inline=ticket.inline)
         if not ticket.path.startswith(_PREFIX):
@@ -479,7 +479,7 @@ class DataSocket:
 
     def _listen(self, host: str, ports: range) -> None:
         socket = self._socket = self._context.socket(zmq.ROUTER)
-        theirs = encrypted(socket, self._key, "taker", LONGEST_SILENCE_SECONDS)
+        theirs = encrypted(socket, self._key, "receiver", LONGEST_SILENCE_SECONDS)
         self._authenticator = admitting(self._context, theirs)
         self.address = listen(socket, host, ports)
         self._hub.call(lambda: self._hub.watch(socket, lambda: self._receive_all(socket)))
@@ -609,7 +609,7 @@ class _Child:
     ) -> None:
         self.address = address
         self.socket = context.socket(zmq.DEALER)
-        encrypted(self.socket, key, "giver", silence)
+        encrypted(self.socket, key, "sender", silence)
         for option, value in (
             (zmq.RECONNECT_IVL, -1),
             (zmq.CONNECT_TIMEOUT, _CONNECT_MS),

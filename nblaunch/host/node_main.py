@@ -47,7 +47,7 @@ from nblaunch.host.forkserver import server_of_fork
 from nblaunch.host.join import CUT_OFF, HEEDED, NOTICES, READY, ProgramOrder, failed, take_place
 from nblaunch.host.key import KEY_FILE
 from nblaunch.host.link import LONGEST_SILENCE_SECONDS, REFUSALS, DataSocket, encrypted
-from nblaunch.host.local import LocalHost
+from nblaunch.host.local_host import LocalHost
 from nblaunch.host.placement import own_gpus, place_ranks
 from nblaunch.host.process_options import (
     check_process_options,
@@ -59,14 +59,14 @@ from nblaunch.host.reach import Probe, interfaces, try_later
 from nblaunch.host.relay import NodeRelay, of_this_machine, orders_of, send_to_notebook
 from nblaunch.host.settings import DIRECTED, AgentSettings, ProcessSettings, RendezvousConfig
 from nblaunch.host.wire import Inventory
+from nblaunch.options.command_line import parse_line
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.options.line import parse_line
 from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import ProtocolError
 
 _ANSWER_SECONDS = 30.0
-_LOOK_MS = 50
+_POLL_MS = 50
 _OUTPUT_SECONDS = 0.05
 _LEAVE_SECONDS = 5.0
 _TRIAL_SECONDS = 2.0
@@ -256,8 +256,8 @@ class NodeHost:
         """The connection's descriptor, which ZMQ owns, and the limit of its silence in seconds."""
         self._data: DataSocket | None = None
         self._relays: dict[str, NodeRelay] = {}
-        self._code = NodeCode(runtime.directory.make("code-"), self._send, self._look)
-        self._next_look = 0.0
+        self._code = NodeCode(runtime.directory.make("code-"), self._send, self._run_aside)
+        self._next_poll = 0.0
         self._finished = self._cut_off = False
         self._why = ""
         """Why this node ends before the runtime has finished with it."""
@@ -323,7 +323,7 @@ class NodeHost:
             poller.register(each, zmq.POLLIN)
         asked, deadline = 0.0, time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline and not signals:
-            ready = dict(poller.poll(_LOOK_MS))
+            ready = dict(poller.poll(_POLL_MS))
             if self._socket in ready:
                 self._take_answer(self._socket.recv_multipart()[0], asked)
                 _limit_silence(self._connected, self._silence)
@@ -397,7 +397,7 @@ class NodeHost:
             if not hub.usable:
                 self._why = f"the ranks' socket broke: {hub.error}"
                 return
-            if events.poll(_LOOK_MS):
+            if events.poll(_POLL_MS):
                 monitor.recv_monitor_message(events)
                 self._cut_off = True
                 self._end_with("the notebook is gone, or out of reach")
@@ -407,7 +407,7 @@ class NodeHost:
                     self._end_with(relay.left or "the run did not succeed")
                 self._close(relay)
             if len(self._signals) > self._noticed:
-                hub.call(self._look_at_signals)
+                hub.call(self._check_signals)
             if end_by == math.inf and self._leaves(time.monotonic()):
                 end_by = time.monotonic() + _LEAVE_SECONDS
                 hub.call(lambda: self._send(wire.Leaving()))
@@ -449,10 +449,12 @@ class NodeHost:
 
     def _send(self, message: wire.FromNode, data: memoryview | bytes | None = None) -> None:
         if isinstance(message, wire.Gone):
-            self._look_at_signals()  # a rank's exit may be due to the same signal
+            self._check_signals()  # a rank's exit may be due to the same signal
         send_to_notebook(self._socket, message, data)
 
-    def _look(self, work: Callable[[], frozenset[bytes]], then: Callable[[frozenset[bytes]], None]) -> None:
+    def _run_aside(
+        self, work: Callable[[], frozenset[bytes]], then: Callable[[frozenset[bytes]], None]
+    ) -> None:
         """Do something that takes a while on a thread of its own."""
 
         def do() -> None:
@@ -461,7 +463,7 @@ class NodeHost:
 
         threading.Thread(target=do, name="nblaunch-code", daemon=True).start()
 
-    def _look_at_signals(self) -> None:
+    def _check_signals(self) -> None:
         """Report new signals: the ranks are to save, or this node is to leave."""
         for number in self._signals[self._noticed :]:
             self._noticed += 1
@@ -492,13 +494,13 @@ class NodeHost:
     def _flush(self) -> float:
         """Send what ranks have sent, and what they have printed; return in how many seconds to look again."""
         now, relays = time.monotonic(), list(self._relays.values())
-        if now >= self._next_look:
-            self._next_look = now + _OUTPUT_SECONDS
+        if now >= self._next_poll:
+            self._next_poll = now + _OUTPUT_SECONDS
             for relay in relays:
                 relay.send_output()
         for relay in relays:
             relay.flush()
-        return self._next_look - now if relays else math.inf
+        return self._next_poll - now if relays else math.inf
 
     def _receive(self) -> None:
         for message, data in orders_of(self._socket):

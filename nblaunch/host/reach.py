@@ -43,7 +43,7 @@ from nblaunch.host.wire import (
 
 _OPEN_SECONDS = 10.0
 _TRY_SECONDS = 2.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _CODE_BYTES = 32
 _BACKLOG = 1024
 _ALL_PAIRS = 16
@@ -98,7 +98,7 @@ class Probe:
             opened.enter_context(self._socket)
             selector.register(self._socket, selectors.EVENT_READ)
             while time.monotonic() < until and not self._over.is_set():
-                for ready, _ in selector.select(_LOOK_SECONDS):
+                for ready, _ in selector.select(_POLL_SECONDS):
                     if ready.fileobj is self._socket:
                         with contextlib.suppress(OSError):
                             caller = opened.enter_context(self._socket.accept()[0])
@@ -249,7 +249,7 @@ def _steps(count: int) -> list[int]:
 
 
 class ReachCheck:
-    """Has the nodes of a fleet try whom they must reach; on the hub's thread.
+    """Asks each node to connect to the peers it needs; on the hub's thread.
 
     The caller passes on the nodes' answers, and reports nodes that are lost meanwhile.
     """

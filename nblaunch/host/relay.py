@@ -2,7 +2,8 @@
 
 A relay is a member of this process's hub, and handles the events of its agent. It reads the ranks' log files,
 and sends a rank's new bytes before the rank's next message. A node has one relay for each group. Which nodes
-take part in an attempt, the notebook decides (`Meet`), or torch's rendezvous, in which the agent takes part.
+take part in an attempt, the notebook decides (`CompleteRendezvous`), or torch's rendezvous, in which the
+agent takes part.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from nblaunch.diagnose.failures import value_lost
 from nblaunch.host import wire
 from nblaunch.host.code import NodeCode
 from nblaunch.host.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
-from nblaunch.host.local import LocalHost
+from nblaunch.host.local_host import LocalHost
 from nblaunch.host.logs import MOST_BYTES, LogFile
-from nblaunch.host.ranks import RankHost
+from nblaunch.host.rank_host import RankHost
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.protocol.client import Event, Placement
 from nblaunch.protocol.messages import (
@@ -109,7 +110,7 @@ class NodeRelay:
         self._clear()
         try:
             self._host = RankHost(
-                local, settings, self, self._directory, keep=opened.keep, waiting=self._awaits_meeting
+                local, settings, self, self._directory, keep=opened.keep, waiting=self._await_rendezvous
             )
         except BaseException:
             remove_tree(self._directory)
@@ -132,7 +133,7 @@ class NodeRelay:
         """Ranks that were ordered to save, and have not saved yet; None before the first order."""
 
     def start(self) -> None:
-        """Meet the other nodes, and start the ranks; from any thread."""
+        """Join the rendezvous, and start the ranks; from any thread."""
         self._host.start()
 
     def stop(self, why: str) -> None:
@@ -158,10 +159,10 @@ class NodeRelay:
         """Whether all ranks here have saved after an order to; from any thread."""
         return not self._host.ranks or (self._saving is not None and not self._saving)
 
-    def _awaits_meeting(self) -> None:
+    def _await_rendezvous(self) -> None:
         note, self._note = self._note, ""
         self._hub.call(
-            lambda: self._send(wire.MeetAgain(group=self.name, after=self._host.attempt, error=note))
+            lambda: self._send(wire.AwaitingRendezvous(group=self.name, after=self._host.attempt, error=note))
         )
 
     # --- from the notebook -------------------------------------------------------------------------
@@ -170,11 +171,11 @@ class NodeRelay:
         """Carry out an order of the notebook; drop one for another attempt than the current one."""
         host, attempt = self._host, self._host.attempt
         match message:
-            case wire.Meet():
+            case wire.CompleteRendezvous():
                 # Set now, not at the fork: the notebook may order the next restart at once.
                 self._begin()
                 host.begin(message.attempt)
-                host.meet(message)
+                host.complete_rendezvous(message)
             case wire.AdoptRanks() if message.attempt == attempt:
                 self._go_on_as(message)
             case wire.ForRanks(ranks=ranks, data=encoded) if message.attempt == attempt:

@@ -9,8 +9,8 @@ The store of an endpoint is bound to one address. torch keeps the state of a c10
 pickle in it, and anybody who reaches the port can write there. So each state carries a code made with the
 run's key, and none without it is unpickled. That of the older etcd rendezvous is JSON.
 
-An etcd server and its keys outlive a run, so each run meets under a unique name. The notebook publishes that
-name under the one that the user gave, with the address of its listener.
+An etcd server and its keys outlive a run, so each run's rendezvous has a unique name. The notebook publishes
+that name under the one that the user gave, with the address of its listener.
 
 Names of torch's that are not public (`tests/unit/test_torch_names.py`):
 `DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
@@ -88,7 +88,7 @@ _ETCD_CONF = {
 
 
 def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousConfig | None:
-    """Return where the nodes meet, None for a single node without an endpoint.
+    """Return where the rendezvous is, None for a single node without an endpoint.
 
     `joining` is for a node that joins: the notebook decides how many there are. Raises `OptionError`.
     """
@@ -184,7 +184,7 @@ def refuse_taken(rdzv: RendezvousConfig) -> None:
     An etcd server, on the other hand, must listen there already.
     """
     if rdzv.backend in _ETCD:
-        with contextlib.suppress(OSError), socket.create_connection((rdzv.host, rdzv.port), _LOOK_AT_SECONDS):
+        with contextlib.suppress(OSError), socket.create_connection((rdzv.host, rdzv.port), _CONNECT_SECONDS):
             return
         raise OptionError(_no_etcd(rdzv), kind=FailureKind.PORT)
     try:
@@ -285,8 +285,8 @@ def _check_cas_backoff(text: str) -> None:
 
 # The stores through which nodes find each other: hosted on one address, or reached.
 
-_LOOK_SECONDS = 0.2
-_LOOK_AT_SECONDS = 2.0
+_POLL_SECONDS = 0.2
+_CONNECT_SECONDS = 2.0
 _STORE_SECONDS = 60.0
 _JOIN_SECONDS = 600
 
@@ -367,7 +367,7 @@ def _wait_for_port(host: str, port: int, seconds: float, stopped: threading.Even
                     "while its cell runs. Run the cell, or correct --rdzv-endpoint."
                 )
                 raise LaunchError(msg, phase="rendezvous") from error
-            stopped.wait(_LOOK_SECONDS)
+            stopped.wait(_POLL_SECONDS)
         else:
             return
 
@@ -388,7 +388,7 @@ def read_listener(rdzv: RendezvousConfig, run_id: str, stopped: threading.Event)
                 f"name {run_id!r} there. Give --rdzv-id as the notebook has it."
             )
             raise LaunchError(msg, phase="rendezvous")
-        stopped.wait(_LOOK_SECONDS)
+        stopped.wait(_POLL_SECONDS)
     try:
         return str(json.loads(store.get(key))["gate"])
     except (ValueError, KeyError, TypeError) as error:
@@ -431,7 +431,7 @@ class _EtcdEntry:
                 found = self._found()
             if found is not None:
                 return self._checked(found)
-            if time.monotonic() > deadline or stopped.wait(_LOOK_SECONDS):
+            if time.monotonic() > deadline or stopped.wait(_POLL_SECONDS):
                 msg = (
                     f"etcd at {self._rdzv.host}:{self._rdzv.port} has no run of the name {self._run_id!r}: "
                     "the notebook publishes it while its cell runs. Run the cell, or correct --rdzv-id."
@@ -571,7 +571,7 @@ class _Handler(DynamicRendezvousHandler):
         return host_store(self._address(), _alone(master_port))
 
     def next_rendezvous(self) -> Any:
-        """Meet, and host the ranks' store where torch would not."""
+        """Join the rendezvous, and host the ranks' store where torch would not."""
         info: Any = super().next_rendezvous()
         if info.rank == 0 and self._shared_tcp_store_server is None:
             # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks would wait for a store that nobody hosts. Users set
@@ -708,7 +708,7 @@ class NodesRendezvous(_Handler):
         return handler
 
     def next_rendezvous(self) -> Any:
-        """Meet the other nodes. Raises `LaunchError` if they do not come in time."""
+        """Join the rendezvous. Raises `LaunchError` if they do not come in time."""
         if self._entry is not None:
             self._entry.publish()  # not earlier: nobody shuts down a rendezvous that never began
         # A new store for each round: the node that hosted the last one may be gone.
@@ -763,7 +763,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._posted = self._read = 0
 
     def next_rendezvous(self) -> Any:
-        """Meet the other nodes, in a store without what NCCL's watchdog noted in an earlier attempt."""
+        """Join the rendezvous, in a store without what NCCL's watchdog noted in an earlier attempt."""
         if self._hosting and self._store is not None:
             self._store.delete_key(_NCCL_TIMED_OUT)
         return super().next_rendezvous()
@@ -797,7 +797,7 @@ class EtcdRendezvous(RendezvousHandler):
         stopped: threading.Event,
         entry: _EtcdEntry | None,
     ) -> None:
-        """Meet under `name`; `entry` is published while it lasts."""
+        """Join the rendezvous `name`; `entry` is published while it lasts."""
         from torch.distributed.elastic.rendezvous.etcd_rendezvous import create_rdzv_handler
 
         # Its logger writes each step to stderr, past the root logger. Errors are raised as well.
@@ -815,24 +815,24 @@ class EtcdRendezvous(RendezvousHandler):
         return "etcd"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. Raises `LaunchError` if they do not come in time."""
+        """Join the rendezvous. Raises `LaunchError` if they do not come in time."""
         self._server = None
         if self._entry is not None:
             self._entry.publish()
-        met: RendezvousInfo = self._met().result()
+        info: RendezvousInfo = self._joined().result()
         # Each round has its own key-value store.
-        if met.rank == 0:
+        if info.rank == 0:
             # A new store for each round: NCCL's watchdog leaves a timeout there, under a fixed name.
             self._server = host_store(self._rdzv.local_addr, self._rdzv.ports)
-            met.store.set(_STORE_KEY, json.dumps([self._rdzv.local_addr, self._server.port]))
-        address, port = json.loads(_wait_for(met.store, _STORE_KEY, self._stopped))
-        return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))
+            info.store.set(_STORE_KEY, json.dumps([self._rdzv.local_addr, self._server.port]))
+        address, port = json.loads(_wait_for(info.store, _STORE_KEY, self._stopped))
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
 
-    def _met(self) -> Future[RendezvousInfo]:
+    def _joined(self) -> Future[RendezvousInfo]:
         """Run torch's rendezvous on another thread, since its wait cannot be stopped; return its outcome."""
         done: Future[RendezvousInfo] = Future()
 
-        def meet() -> None:
+        def join() -> None:
             try:
                 done.set_result(self._handler.next_rendezvous())
             except RendezvousTimeoutError:
@@ -840,8 +840,8 @@ class EtcdRendezvous(RendezvousHandler):
             except BaseException as error:  # noqa: BLE001 - the agent's thread raises it
                 done.set_exception(error)
 
-        threading.Thread(target=meet, name="nblaunch-etcd", daemon=True).start()
-        while not wait([done], timeout=_LOOK_SECONDS / 10).done:
+        threading.Thread(target=join, name="nblaunch-etcd", daemon=True).start()
+        while not wait([done], timeout=_POLL_SECONDS / 10).done:
             if self._stopped.is_set():
                 msg = "the run was stopped"
                 raise SignalException(msg, 15)  # type: ignore[arg-type]
@@ -860,7 +860,7 @@ class EtcdRendezvous(RendezvousHandler):
         return int(self._handler.num_nodes_waiting()) if self._rdzv.hosting else 0
 
     def get_run_id(self) -> str:
-        """Return the name under which the nodes meet."""
+        """Return the name of the nodes' rendezvous."""
         return self._name
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:

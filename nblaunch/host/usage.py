@@ -84,10 +84,10 @@ def _measure(
 
 
 class Meter:
-    """Measures processes; CPU is the time that they computed since the last look.
+    """Measures processes; CPU is the time that they computed since the last measurement.
 
     For a process that has just begun, that is since its start. One that is older (a session's rank has lived
-    before this job) is measured from the second look on.
+    before this job) is measured from the second measurement on.
     """
 
     def __init__(self, seen: SeenGpus | None = None) -> None:
@@ -206,10 +206,10 @@ class GpuMeter:
         by_pid: dict[int, GpuUsage] = {}
         with contextlib.suppress(Exception):  # what the driver does not tell is not shown
             for index in range(self._nvml.nvmlDeviceGetCount()):
-                self._look_at(self._nvml.nvmlDeviceGetHandleByIndex(index), by_pid)
+                self._read_gpu(self._nvml.nvmlDeviceGetHandleByIndex(index), by_pid)
         return by_pid
 
-    def _look_at(self, handle: Any, by_pid: dict[int, GpuUsage]) -> None:
+    def _read_gpu(self, handle: Any, by_pid: dict[int, GpuUsage]) -> None:
         percent = self._percent(handle)
         with contextlib.suppress(Exception):  # what the driver does not tell is not shown
             for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):

@@ -4,8 +4,9 @@ Each message is one MessagePack frame; `Wrote` and `Piece` have a second one wit
 to ranks are carried as they are, encoded by `nblaunch.protocol.messages`.
 
 A node sends `Arriving`, gets `Admitted`, and then an `OpenGroup` for each group that it is to serve, which
-the later messages name. For nodes that an engine placed each attempt begins with `Meet`; those of an endpoint
-meet at torch's rendezvous. The sockets for data carry `Piece` from a parent and `PieceTaken` from a child.
+the later messages name. For nodes that an engine placed each attempt begins with `CompleteRendezvous`; those
+of an endpoint join torch's rendezvous. The sockets for data carry `Piece` from a parent and `PieceTaken` from
+a child.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Arriving(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     version: int = PROTOCOL_VERSION
 
 
-class MeetAgain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class AwaitingRendezvous(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Its agent waits for the next rendezvous; `after` is the previous attempt, -1 if there was none."""
 
     group: str
@@ -266,7 +267,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Prepare a group and its agent; answered by `MeetAgain` if the runtime decides each rendezvous.
+    """Prepare a group and its agent; answered by `AwaitingRendezvous` if the runtime decides each rendezvous.
 
     `nodes` are the least and the most, for torch's rendezvous, in which a node of an endpoint takes part;
     such a node has `processes` and options of a node of its own.
@@ -285,7 +286,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nodes: tuple[int, int] = (1, 1)
 
 
-class Meet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class CompleteRendezvous(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Complete the rendezvous: all nodes of this attempt are there.
 
     The node's first rank is `base_rank`. `store` is the address of the ranks' store, on the notebook's
@@ -379,10 +380,10 @@ class AdoptRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 OfAttempt = Workers | RankMessages | Wrote | Gone | RanksMeasured
 """These are about the ranks of one attempt."""
-_FromGroup = OfAttempt | OthersStopped | Dumped | Piece | PieceLost | MeetAgain | NodeEnded
+_FromGroup = OfAttempt | OthersStopped | Dumped | Piece | PieceLost | AwaitingRendezvous | NodeEnded
 FromNode = Arriving | _FromGroup | Leaving | Notice | PieceTaken | ProbeOpen | Reachable | CodeLacking
 _ToRanks = ForRanks | Release | Restart | AdoptRanks | SkipGrace | MeasureRanks | DumpStacks
-_ToGroup = _ToRanks | Piece | OpenGroup | Meet | EndGroup
+_ToGroup = _ToRanks | Piece | OpenGroup | CompleteRendezvous | EndGroup
 ToNode = Admitted | Refused | Finish | Ping | _ToGroup | OpenProbe | Try | HaveCode | CodeFiles
 
 M = TypeVar("M")

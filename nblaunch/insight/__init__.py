@@ -14,7 +14,7 @@ Modules, each after those that it imports:
     curves      what ranks have logged, folded: a band over the ranks, and who is apart
     charts      these curves as drawings
     folding     merges the sequences of several ranks; a common item stands once
-    report      a run as one bounded document, as JSON and as Markdown; no secrets in it
+    run_report  a run as one bounded document, as JSON and as Markdown; no secrets in it
     difference  what a comparison of ranks has found: text and HTML
     comparing   are the ranks equal: the questions, and what follows from the answers
     intervals   sorted intervals of time: union, length, what is common

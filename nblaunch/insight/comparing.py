@@ -267,13 +267,14 @@ def _compare_name(place: int, name: str, outlines: Mapping[int, Outline]) -> Rou
 
 def _notes(outlines: Mapping[int, Outline]) -> tuple[str, ...]:
     """Return what ranks say that they left out; where not all of them say it, who does."""
-    said: dict[str, list[int]] = {}
+    notes_by_text: dict[str, list[int]] = {}
     for rank in sorted(outlines):
         for note in outlines[rank].notes:
-            said.setdefault(note, []).append(rank)
+            notes_by_text.setdefault(note, []).append(rank)
     everyone = len(outlines)
     return tuple(
-        note if len(who) == everyone else f"{note} ({format_ranks(who)})" for note, who in said.items()
+        note if len(who) == everyone else f"{note} ({format_ranks(who)})"
+        for note, who in notes_by_text.items()
     )
 
 
@@ -386,11 +387,11 @@ def _compare_elements(name: str, asked: AskEntry, entry: EntryShown, classes: Cl
         for piece in ranges_that_differ({rank: each[place] for rank, each in pieces.items()})
     ]
     most = max(1, _ELEMENT_BYTES // (PIECE_BYTES * len(ranks)))
-    exact, looked_at = exact and len(differing) <= most, _spread(differing, most)
-    elements: AnswersByRank = yield Round(ranks, AskElements(asked, tuple(looked_at)))
+    exact, chosen = exact and len(differing) <= most, _spread(differing, most)
+    elements: AnswersByRank = yield Round(ranks, AskElements(asked, tuple(chosen)))
     found = _ElementsFound(entry)
-    for place, piece in enumerate(looked_at):
-        found.look(piece, {rank: each[place] for rank, each in elements.items()})
+    for place, piece in enumerate(chosen):
+        found.compare(piece, {rank: each[place] for rank, each in elements.items()})
     return found.row(name, classes, exact=exact)
 
 
@@ -416,7 +417,7 @@ class _ElementsFound:
         self.largest: float | None = None
         self.largest_at = 0
 
-    def look(self, piece: int, answers: Mapping[int, ElementBytes]) -> None:
+    def compare(self, piece: int, answers: Mapping[int, ElementBytes]) -> None:
         """Take a piece of the tensor as each of these ranks has it."""
         size = self._entry.size
         raws = [each.raw for each in answers.values()]

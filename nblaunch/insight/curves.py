@@ -158,7 +158,7 @@ class Curve:
     def apart(self) -> dict[int, float]:
         """Return the ranks that are apart from the others, each with its last value."""
         apart: set[int] | None = None
-        looked = 0
+        checked = 0
         for cell in sorted(self.sums, reverse=True):
             values = {rank: line[cell] for rank, line in self.lines.items() if cell in line}
             if len(values) < max(_LEAST_RANKS, len(self.lines) / 2):
@@ -166,8 +166,8 @@ class Curve:
             # A rank that has no value here has not come back to the others.
             near = values.keys() - _far(values)
             apart = values.keys() - near if apart is None else apart - near
-            looked += 1
-            if looked == _RECENT_CELLS or not apart:
+            checked += 1
+            if checked == _RECENT_CELLS or not apart:
                 break
         return {rank: self.lasts[rank] for rank in sorted(apart or ()) if rank in self.lasts}
 

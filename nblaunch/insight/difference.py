@@ -160,7 +160,7 @@ class Difference:
     def _words(self, row: Compared) -> str:
         if row.equal:
             return f"equal on {format_ranks(self.ranks)}"
-        # A path that says no more than the name is not said twice.
+        # A path that says no more than the name is not repeated.
         return row.headline if row.path != row.name else row.headline.removeprefix(f"{row.path}: ")
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Intervals of time: sorted lists of (begin, end), which do not touch unless it is said."""
+"""Intervals of time: sorted lists of (begin, end), which do not touch unless noted otherwise."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class Profile:
         """Ranks that have no profile: they were killed, or stopped because of another one."""
         self.steps_by, self._steps = _steps_of(self._ranks)
         """How steps were found: `step` (nblaunch.step), `collectives` that repeat, or `job`, all as one."""
-        self._meetings = _meetings(self._ranks)
+        self._matched_calls = _match_calls(self._ranks)
         self.clock_error: dict[int, float | None] = {
             rank: each.clock_error for rank, each in self._ranks.items()
         }
@@ -185,9 +185,9 @@ class Profile:
         """By step: the rank that the others waited for; a step without an entry has none to speak of."""
         self.summary: tuple[RankStep, ...] = tuple(_summary(self))
         """A row for each step and rank, in this order."""
-        self.collectives: tuple[CollectiveUse, ...] = tuple(_uses(self._meetings))
+        self.collectives: tuple[CollectiveUse, ...] = tuple(_uses(self._matched_calls))
         """What each operation with each size took, the longest in all first."""
-        self.clock_check: ClockCheck = _checked(self._meetings)
+        self.clock_check: ClockCheck = _checked(self._matched_calls)
         """How well the clocks of the ranks agree."""
         self._directory: Path | None = None
         self._path: Path | None = None
@@ -275,7 +275,7 @@ class Profile:
         own = self._ranks[rank]
         transfers, waits = [], []
         for call in own.calls:
-            last = self._meetings.last_entry(call)
+            last = self._matched_calls.last_entry(call)
             turn = call.began if last is None else min(max(last, call.began), call.ended)
             waits.append((call.began if last is None else min(call.called, call.began), turn))
             transfers.append((turn, call.ended))
@@ -290,9 +290,9 @@ class Profile:
         return self._steps.get(rank, ())
 
     @property
-    def meetings(self) -> Meetings:
+    def matched_calls(self) -> MatchedCalls:
         """The collectives, each with the calls of all ranks."""
-        return self._meetings
+        return self._matched_calls
 
     def host(self, rank: int) -> str:
         """Return the host of a rank."""
@@ -330,7 +330,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Meetings:
+class MatchedCalls:
     """The calls by collective and rank, in the order of their first call."""
 
     calls: Mapping[tuple[str, int, str], Mapping[int, CollectiveCall]]
@@ -357,7 +357,7 @@ def ends_together(operation: str) -> bool:
     return operation.lstrip("_").startswith(TOGETHER)
 
 
-def _meetings(ranks: Mapping[int, RankProfile]) -> Meetings:
+def _match_calls(ranks: Mapping[int, RankProfile]) -> MatchedCalls:
     calls: dict[tuple[str, int, str], dict[int, CollectiveCall]] = defaultdict(dict)
     for rank, each in ranks.items():
         for call in each.calls:
@@ -368,31 +368,31 @@ def _meetings(ranks: Mapping[int, RankProfile]) -> Meetings:
         for key, found in ordered.items()
         if len(found) > 1 and ends_together(key[2])
     }
-    return Meetings(ordered, entries)
+    return MatchedCalls(ordered, entries)
 
 
-def _checked(meetings: Meetings) -> ClockCheck:
+def _checked(matched_calls: MatchedCalls) -> ClockCheck:
     spreads, violation = [], 0
-    for key, (last, _) in meetings.entries.items():
-        ends = [call.ended for call in meetings.calls[key].values()]
+    for key, (last, _) in matched_calls.entries.items():
+        ends = [call.ended for call in matched_calls.calls[key].values()]
         spreads.append(max(ends) - min(ends))
         violation = max(violation, last - min(ends))
     spread = statistics.median(spreads) if spreads else 0.0
     return ClockCheck(len(spreads), spread * _NANO, violation * _NANO)
 
 
-def _uses(meetings: Meetings) -> Iterator[CollectiveUse]:
+def _uses(matched_calls: MatchedCalls) -> Iterator[CollectiveUse]:
     taken: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     waited: dict[tuple[str, str, int], float] = defaultdict(float)
     best: dict[tuple[str, str, int], float] = defaultdict(float)
-    for key, found in meetings.calls.items():
+    for key, found in matched_calls.calls.items():
         calls = list(found.values())
         size = max(call.size for call in calls)
-        last, _ = meetings.entries.get(key, (min(call.began for call in calls), 0))
+        last, _ = matched_calls.entries.get(key, (min(call.began for call in calls), 0))
         seconds = max(max(call.ended for call in calls) - max(last, min(c.began for c in calls)), 1) * _NANO
         use = (calls[0].operation, calls[0].group, size)
         taken[use].append(seconds)
-        if key in meetings.entries:
+        if key in matched_calls.entries:
             waited[use] += sum(max(last - call.called, 0) for call in calls) * _NANO
         alike = (*use[:2], size.bit_length())
         best[alike] = max(best[alike], size / seconds)
@@ -427,16 +427,16 @@ def _steps_of(ranks: Mapping[int, RankProfile]) -> tuple[str, Marks]:
 
 def _by_collectives(ranks: Mapping[int, RankProfile]) -> dict[int, list[tuple[int, int, int]]]:
     """Return the steps by rank, where all ranks repeat the same collectives; empty where they do not."""
-    meetings = _meetings(ranks)
-    keys = [key for key, found in meetings.calls.items() if len(found) == len(ranks)]
-    kinds = [(key[0], key[2], next(iter(meetings.calls[key].values())).size) for key in keys]
+    matched_calls = _match_calls(ranks)
+    keys = [key for key, found in matched_calls.calls.items() if len(found) == len(ranks)]
+    kinds = [(key[0], key[2], next(iter(matched_calls.calls[key].values())).size) for key in keys]
     span = repeated(kinds)
     if span is None:
         return {}
     start, period, repeats = span
     steps: dict[int, list[tuple[int, int, int]]] = {}
     for rank, each in ranks.items():
-        ends = [meetings.calls[key][rank].ended for key in keys]
+        ends = [matched_calls.calls[key][rank].ended for key in keys]
         marks = [each.began if start == 0 else ends[start - 1]]
         marks += [ends[start + (number + 1) * period - 1] for number in range(repeats)]
         steps[rank] = [
@@ -482,10 +482,10 @@ def _summary(profile: Profile) -> Iterator[RankStep]:
 
 def _waits(profile: Profile, rank: int) -> list[tuple[int, int, int]]:
     """Return (begin, end, for whom) of a rank's waits, in order."""
-    own = [found[rank] for found in profile.meetings.calls.values() if rank in found]
+    own = [found[rank] for found in profile.matched_calls.calls.values() if rank in found]
     waits = []
     for call in own:
-        last, whom = profile.meetings.last_entry(call), profile.meetings.last_rank(call)
+        last, whom = profile.matched_calls.last_entry(call), profile.matched_calls.last_rank(call)
         if last is not None and whom is not None and whom != rank and call.called < last:
             waits.append((call.called, last, whom))
     return sorted(waits)
@@ -523,15 +523,18 @@ def _row(  # noqa: PLR0913, PLR0917 - what a row is made of
 
 def _stragglers(profile: Profile) -> dict[int, Straggler]:
     """Return by step the rank that the others waited for longest, if their clocks can tell."""
-    meetings = profile.meetings
+    matched_calls = profile.matched_calls
     doubt = max((each for each in profile.clock_error.values() if each is not None), default=0.0)
     late: dict[int, dict[int, list[tuple[int, int, CollectiveCall]]]] = defaultdict(lambda: defaultdict(list))
     # Ranks begin the first step apart: each has started its own profiler. What counts there is how long each
     # has taken since; the first collective brings them together.
     starts = {rank: own[0][1] for rank in profile.ranks if (own := profile.steps_of(rank))}
     apart = len(starts) == len(profile.ranks)
-    for key, (_, entered_last) in meetings.entries.items():
-        calls, step = meetings.calls[key], _step_at(profile.steps_of(entered_last), meetings.entries[key][0])
+    for key, (_, entered_last) in matched_calls.entries.items():
+        calls, step = (
+            matched_calls.calls[key],
+            _step_at(profile.steps_of(entered_last), matched_calls.entries[key][0]),
+        )
         if step is None:
             continue
         began = starts if apart and calls.keys() == starts.keys() else dict.fromkeys(calls, 0)

@@ -76,8 +76,8 @@ def _cells(profile: Profile, step: int) -> tuple[str, ...]:
 
 
 def _named(late: Straggler) -> str:
-    said = f"{late.seconds * 1e3:.2f} ms late at {late.operation}, after {late.before}"
-    return f"<strong>rank {late.rank}</strong> {markup.escaped(said)}"
+    text = f"{late.seconds * 1e3:.2f} ms late at {late.operation}, after {late.before}"
+    return f"<strong>rank {late.rank}</strong> {markup.escaped(text)}"
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:

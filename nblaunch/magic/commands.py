@@ -23,8 +23,8 @@ from nblaunch.client.scripts import prepare_script
 from nblaunch.client.session import LiveSession
 from nblaunch.insight.difference import Difference
 from nblaunch.magic import auto, completion, export, sessions
+from nblaunch.options.command_line import option_completions, options_help, parse_line, split_words
 from nblaunch.options.launch import LaunchOptions, refuse_session_options
-from nblaunch.options.line import option_completions, options_help, parse_line, split_words
 from nblaunch.options.table import nearest
 from nblaunch.view.display import view_of
 from nblaunch.view.summary import events_table
@@ -183,7 +183,7 @@ def _attach(line: str, _: Namespace) -> str | None:
     try:
         outcome = session.follow(functools.partial(view_of, watched=True))
     except StoppedWatchingError as stopped:
-        return f"{stopped} (%distributed interrupt{given} stops it)" if session.gives else str(stopped)
+        return f"{stopped} (%distributed interrupt{given} stops it)" if session.owns else str(stopped)
     if outcome is not None:
         show_result(outcome.result, _notebook.shell())
         outcome.unwrap()

@@ -22,8 +22,8 @@ from nblaunch.export.imports import imports_in
 from nblaunch.export.writer import Cell, ExportedScript, Setting, bound_in, export, is_exported
 from nblaunch.magic import auto
 from nblaunch.options import kinds
+from nblaunch.options.command_line import split_words, torchrun_command
 from nblaunch.options.launch import LaunchOptions, within
-from nblaunch.options.line import split_words, torchrun_command
 from nblaunch.protocol.client import Placement
 
 FLAGS = ("--cells", "--force")

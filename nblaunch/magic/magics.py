@@ -20,12 +20,12 @@ from nblaunch._results import Handle, Perform
 from nblaunch.capture.capture import RANK_NAMES, capture_cell
 from nblaunch.capture.names import cell_names
 from nblaunch.client.knowledge import own_name_notice
-from nblaunch.client.launch import ClientJob, RankPayload, fresh_job, refuse_inside_rank
+from nblaunch.client.preparation import ClientJob, RankPayload, fresh_job, refuse_inside_rank
 from nblaunch.client.run import run_fresh
 from nblaunch.magic import auto, completion, export, sessions
 from nblaunch.magic.commands import command, command_completions, perform_job, with_macros_kept
+from nblaunch.options.command_line import option_completions, options_help, options_on_a_screen, parse_line
 from nblaunch.options.launch import LaunchOptions, refuse_session_options
-from nblaunch.options.line import option_completions, options_help, options_on_a_screen, parse_line
 from nblaunch.protocol.messages import CellJob
 from nblaunch.view.display import view_of
 
@@ -182,7 +182,7 @@ def _after_cell(result: ExecutionResult) -> None:
             return cell_names(source, transform=running.transform_cell).bound
 
     with contextlib.suppress(SyntaxError):  # what a magic's text is, nobody has run
-        sessions.look_at_cell(bound)
+        sessions.note_cell(bound)
 
 
 # Completion in the body of a `%%distributed` cell: names and attributes that live on rank 0.

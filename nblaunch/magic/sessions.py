@@ -54,7 +54,7 @@ def attach(name: str | None, *, take: bool) -> LiveSession:
     """Attach to a detached session, under its name, unless this notebook has or watches it already."""
     entry = directory.find(name)
     known = opened().get(entry.name)
-    if known is not None and known.detached and (known.gives or (known.held_by and not take)):
+    if known is not None and known.detached and (known.owns or (known.held_by and not take)):
         return known
     if known is not None and not known.detached:
         msg = f"session {entry.name!r}: this notebook has another one of that name. Stop it first."
@@ -147,15 +147,15 @@ def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
 def stop(session: LiveSession) -> str:
     """End a session; return what the line shows."""
     _sessions.pop(session.name, None)
-    # What it only watches, `close` leaves to others; the user has said what is to end.
-    elsewhere = session.detached and not session.gives
+    # What it only watches, `close` leaves to others; `stop` must really end the session.
+    elsewhere = session.detached and not session.owns
     session.close()
     if elsewhere and session.name in directory.detached():
         directory.stop(session.name)
     return f"session {session.name!r} has ended"
 
 
-def look_at_cell(bound: Callable[[], frozenset[str]]) -> None:
+def note_cell(bound: Callable[[], frozenset[str]]) -> None:
     """After a cell, note which variables it has bound, and drop what is known of objects that are gone."""
     names = bound() if _sessions else frozenset[str]()
     for session in _sessions.values():

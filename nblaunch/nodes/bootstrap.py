@@ -38,9 +38,9 @@ MAIN, FAILED, LACKING = "main", 4, 5
 `LACKING` is that of a host which reaches no index: with the packages' wheels it would have one.
 """
 ABANDONED = "nobody waits for it any more"
-"""What is said where the input or the connection ends early."""
+"""What is reported where the input or the connection ends early."""
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _LAST_LINES = 6
 _ABANDONED_SECONDS = 3600.0
 """After so long nobody writes an incomplete copy of uv any more."""
@@ -94,7 +94,7 @@ def _end(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"{DOING}{text}\n")
     sys.stderr.flush()
 
@@ -133,7 +133,7 @@ def _environment(order: dict[str, Any], sent: BinaryIO) -> Path:
         _await(lock)
         if not made.exists():
             _make(made, order, files, uv)
-    _say("starting")
+    _report("starting")
     return _checked(python)
 
 
@@ -186,10 +186,10 @@ def _await(lock: Any) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not waits:
-                _say("waiting until the packages are installed")
+                _report("waiting until the packages are installed")
             waits = True
             _refuse_abandoned()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         else:
             return
 
@@ -205,7 +205,7 @@ def _make(made: Path, order: dict[str, Any], files: list[tuple[str, bytes]], uv:
         packages = [*order["requirements"], *(str(half / name) for name, _ in files)]
         # The file may hold passwords. The directory is private, and is removed.
         (half / "exact.txt").write_text("\n".join([*lines, *packages]) + "\n")
-        _say(f"installing {len(packages)} packages")
+        _report(f"installing {len(packages)} packages")
         environment = half / "made"
         _venv(uv, order["python"], environment, half)
         install = [*uv, "pip", "install", "--python", str(environment / "bin" / "python"), "--no-deps"]
@@ -298,7 +298,7 @@ def _run(command: list[str], directory: Path, failed: str, missing: list[str] | 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_LOOK_SECONDS)
+                    process.wait(_POLL_SECONDS)
                 _refuse_abandoned()
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -12,8 +12,8 @@ from typing import ClassVar
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch.host.key import KEY_FILE
-from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus, own_address
+from nblaunch.protocol.messages import EngineState, EngineStatus
 
 _KEY_BY_STDIN = "--key-stdin"
 
@@ -21,16 +21,16 @@ _KEY_BY_STDIN = "--key-stdin"
 class JoinAllocation:
     """Nodes that join when a user types the command; the key is in a file until the end."""
 
-    given_back = True
+    released = True
 
-    def __init__(self, wish: Wish) -> None:
-        self._wish = wish
-        self._directory = _directory(wish)
+    def __init__(self, request: NodeRequest) -> None:
+        self._request = request
+        self._directory = _directory(request)
         self._state = EngineState.GRANTED
 
-    def status(self) -> EngineSaid:
+    def status(self) -> EngineStatus:
         """Return the same report at all times: these nodes are awaited."""
-        return EngineSaid(engine=JoinEngine.name, state=self._state)
+        return EngineStatus(engine=JoinEngine.name, state=self._state)
 
     def start(self, program: NodeProgram) -> str:
         """Write the key to a file; return the command that the user has to type."""
@@ -44,7 +44,7 @@ class JoinAllocation:
             raise LaunchError(msg, phase="engine", kind=FailureKind.NOT_WRITABLE) from error
         self._state = EngineState.WAITING
         words = [each for each in program.arguments if each != _KEY_BY_STDIN]
-        least, most = self._wish.least, self._wish.most
+        least, most = self._request.least, self._request.most
         count = str(most) if least == most else f"{least} to {most}"
         each = "the node" if most == 1 else f"each of the {count} nodes"
         return (
@@ -52,7 +52,7 @@ class JoinAllocation:
             f"{KEY_FILE}={shlex.quote(str(key))} {shlex.join(['python', *words])}"
         )
 
-    def fates(self) -> tuple[NodeFate, ...]:
+    def statuses(self) -> tuple[ProgramStatus, ...]:
         """Return (): users watch these programs themselves."""
         return ()
 
@@ -68,24 +68,24 @@ class JoinEngine(Engine):
     name: ClassVar[str] = "join"
 
     @staticmethod
-    def check(wish: Wish) -> None:
+    def check(request: NodeRequest) -> None:
         """Refuse nothing: this engine has no requirements."""
 
     @staticmethod
-    def address(wish: Wish) -> str:  # noqa: ARG004 - as for every engine
+    def address(request: NodeRequest) -> str:  # noqa: ARG004 - as for every engine
         """Return this machine's address on its default route."""
         return own_address(())
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:
+    def at_end(request: NodeRequest) -> tuple[str, ...]:
         """Return the command that removes the key."""
-        return ("rm", "-rf", "--", os.fspath(_directory(wish)))
+        return ("rm", "-rf", "--", os.fspath(_directory(request)))
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:
+    def ask(request: NodeRequest) -> Allocation:
         """Grant the nodes at once: the wait is for users."""
-        return JoinAllocation(wish)
+        return JoinAllocation(request)
 
 
-def _directory(wish: Wish) -> Path:
-    return Path(tempfile.gettempdir(), wish.name)
+def _directory(request: NodeRequest) -> Path:
+    return Path(tempfile.gettempdir(), request.name)

@@ -1,15 +1,16 @@
-"""Decides which nodes meet, and when: the attempts of a group with agents on nodes, as one pure machine.
+"""Decides which nodes take part, and when: the attempts of a group with agents on nodes; one pure machine.
 
     stage        entered when                    next, and why
     -----------  ------------------------------  ----------------------------------------------------------
-    WAITING      there are too few nodes         MEETING: enough checked nodes wait for a rendezvous
+    WAITING      there are too few nodes         RENDEZVOUS: enough checked nodes wait for a rendezvous
                                                  ENDING: no node replaces one that was lost
-    MEETING      an attempt begins: `Meet`       RUNNING: all have started their ranks
+    RENDEZVOUS   an attempt begins               RUNNING: all have started their ranks
                                                  RESTARTING: a node is lost
-    RUNNING      the ranks have started          RESTARTING: a kept rank has ended that was not released, or
-                                                 its node is lost; an order to restart, or to meet again
-                                                 RUNNING: an order to regroup; the next attempt has the
-                                                 ranks of this one, and those of new nodes
+    RUNNING      the ranks have started          RESTARTING: a persistent rank has ended that was not
+                                                 released, or
+                                                 its node is lost; an order to restart, or for another
+                                                 rendezvous RUNNING: an order to regroup; the next attempt has
+                                                 the ranks of this one, and those of new nodes
                                                  LEAVING: an order to release the ranks
     RESTARTING   the ranks are being ended       WAITING: all agents wait for a rendezvous
                                                  ENDING: no restart is left
@@ -23,10 +24,10 @@ group it decides when the remaining ranks go on without the lost ones.
 
 So the ranks of a session keep their variables when nodes are lost, or come late: the next attempt has the
 same processes with new numbers. The lifecycle has them end their job, and orders `REGROUP_NODES`. Each old
-node then gets `AdoptRanks`, and each new one `Meet`. A relay sends its ranks `Adopt` and keeps their logs; a
-rank sends `Hello` with its new number, and all ranks form their process group as after a failed job
-(`Recover`). Agents do not notice; the client gets `RanksRenumbered`. Output and exits of ranks that were in
-flight count for the new attempt.
+node then gets `AdoptRanks`, and each new one `CompleteRendezvous`. A relay sends its ranks `Adopt` and keeps
+their logs; a rank sends `Hello` with its new number, and all ranks form their process group as after a failed
+job (`Recover`). Agents do not notice; the client gets `RanksRenumbered`. Output and exits of ranks that were
+in flight count for the new attempt.
 
 `step` reads no clock (`now` is monotonic) and does nothing itself: `fleet` feeds it and performs its actions.
 An order for another attempt than the current one does nothing.
@@ -43,7 +44,7 @@ from msgspec.structs import replace
 
 from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
 from nblaunch.group.machine import Machine, Order
-from nblaunch.host.wire import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
+from nblaunch.host.wire import AdoptRanks, CompleteRendezvous, EndGroup, Release, Restart, ToNode
 from nblaunch.protocol.messages import Noticed
 
 # Peers in a collective with a failed rank raise now. This lets them report it before they are ended.
@@ -61,7 +62,7 @@ class DirectorStage(enum.StrEnum):
     """The stage of a group; the module's docstring has the table."""
 
     WAITING = "WAITING"
-    MEETING = "MEETING"
+    RENDEZVOUS = "RENDEZVOUS"
     RUNNING = "RUNNING"
     RESTARTING = "RESTARTING"
     LEAVING = "LEAVING"
@@ -69,7 +70,7 @@ class DirectorStage(enum.StrEnum):
     ENDED = "ENDED"
 
 
-_WITH_RANKS = (DirectorStage.MEETING, DirectorStage.RUNNING)
+_WITH_RANKS = (DirectorStage.RENDEZVOUS, DirectorStage.RUNNING)
 
 
 class DirectedNode(msgspec.Struct, frozen=True):
@@ -160,7 +161,7 @@ class DirectorState(msgspec.Struct, frozen=True):
     least: int
     most: int
     restarts_left: int
-    kept: bool
+    persistent: bool
     group: str = ""
     store: tuple[str, int] = ("", 0)
     """The address of the ranks' store."""
@@ -225,7 +226,7 @@ class NodeLost(msgspec.Struct, frozen=True):
     asked: bool = False
 
 
-class NodeMeets(msgspec.Struct, frozen=True):
+class NodeAwaitsRendezvous(msgspec.Struct, frozen=True):
     """A node's agent waits for a rendezvous; `after` is its previous attempt."""
 
     node: str
@@ -269,7 +270,7 @@ class EngineEnded(msgspec.Struct, frozen=True):
 
 
 _OfNodes: TypeAlias = (
-    NodeCame | NodesExpected | NodeLost | NodeMeets | WorkersStarted | RankGone | NodeHasEnded
+    NodeCame | NodesExpected | NodeLost | NodeAwaitsRendezvous | WorkersStarted | RankGone | NodeHasEnded
 )
 DirectorEvent: TypeAlias = _OfNodes | Ordered | EngineEnded | Trigger
 
@@ -326,7 +327,8 @@ class EndAgent(msgspec.Struct, frozen=True):
 DirectorAction: TypeAlias = (
     BeginAttempt | AllStarted | NodeOrder | AskForNodes | DropNode | EndAgent | Noticed | Trigger
 )
-"""A notice and `Trigger.NODE_ARRIVED` are for the lifecycle: it decides when a new node joins kept ranks."""
+"""A notice and `Trigger.NODE_ARRIVED` are for the lifecycle: it decides when a new node joins persistent
+ranks."""
 
 
 def step(
@@ -348,7 +350,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 self.came(event)
             case NodesExpected(count):
                 self.set(expected=count)
-                self.meet_if_enough()
+                self.begin_if_enough()
             case EngineEnded(why):
                 if not self.state.released:
                     self.end(why)
@@ -361,25 +363,25 @@ class _Director(Machine[DirectorState, DirectorAction]):
 
     def of_node(
         self,
-        event: NodeLost | NodeMeets | WorkersStarted | RankGone | NodeHasEnded,
+        event: NodeLost | NodeAwaitsRendezvous | WorkersStarted | RankGone | NodeHasEnded,
         node: DirectedNode,
     ) -> None:
         match event:
             case NodeLost(name, why, asked):
                 self.lost(name, node, why, asked=asked)
-            case NodeMeets(name, after, error):
+            case NodeAwaitsRendezvous(name, after, error):
                 if error:
                     self.act(Noticed(text=f"node {name}: {error}"))
                 if after == node.attempt:
                     self.set_node(name, waits=True, started=False)
-                    self.meets(name)
+                    self.rendezvous_awaited(name)
             case WorkersStarted(name, attempt):
                 if attempt == node.attempt == self.state.attempt and not node.waits:
                     self.set_node(name, started=True)
                     self.started(name)
             case RankGone(expected=expected):
                 # In a fresh group the lifecycle releases all ranks.
-                if self.state.kept and not expected and node.attempt == self.state.attempt:
+                if self.state.persistent and not expected and node.attempt == self.state.attempt:
                     self.restart_soon("failure")
             case NodeHasEnded(name, error):
                 self.set_node(name, ended=True, waits=False, started=False)
@@ -394,7 +396,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
     def order(self, node: str, message: ToNode) -> None:
         self.act(NodeOrder(node, message))
 
-    # --- nodes come and meet ---------------------------------------------------------------------
+    # --- nodes come, and join a rendezvous -------------------------------------------------------
 
     def came(self, event: NodeCame) -> None:
         state = self.state
@@ -404,27 +406,29 @@ class _Director(Machine[DirectorState, DirectorAction]):
         nodes = state.nodes.changed({event.node: node})
         self.set(nodes=nodes, came=state.came + 1, asked=max(state.asked - 1, 0))
 
-    def meets(self, name: str) -> None:
+    def rendezvous_awaited(self, name: str) -> None:
         """Handle a node whose agent waits for a rendezvous, with or without an order."""
         state = self.state
         match state.stage:
             case DirectorStage.WAITING:
-                self.meet_if_enough()
+                self.begin_if_enough()
             case DirectorStage.LEAVING if state.released:
-                # All values have arrived: there is nothing left to do for an agent that meets again.
+                # All values have arrived: there is nothing left to do for an agent at its next rendezvous.
                 self.order(name, EndGroup(group=state.group, succeeded=True))
-            case DirectorStage.MEETING | DirectorStage.RUNNING if state.nodes[name].attempt == state.attempt:
-                if state.kept:
+            case DirectorStage.RENDEZVOUS | DirectorStage.RUNNING if (
+                state.nodes[name].attempt == state.attempt
+            ):
+                if state.persistent:
                     self.restart_soon("failure")
                 self.go_on_if_all_wait()
-            case DirectorStage.RUNNING if state.kept:
+            case DirectorStage.RUNNING if state.persistent:
                 self.act(Trigger.NODE_ARRIVED)
             case DirectorStage.RESTARTING | DirectorStage.LEAVING:
                 self.go_on_if_all_wait()
             case _:
                 pass
 
-    def meet_if_enough(self) -> None:
+    def begin_if_enough(self) -> None:
         """Begin an attempt if all expected nodes wait, or if enough nodes have waited long enough."""
         state = self.state
         if state.stage is not DirectorStage.WAITING:
@@ -438,11 +442,11 @@ class _Director(Machine[DirectorState, DirectorAction]):
         if count >= wanted or self.now >= state.due:
             waiting = [(name, node) for name, node in state.nodes.items() if node.waits]
             waiting.sort(key=lambda each: (each[1].order, each[0]))
-            self.meet([name for name, _ in waiting[: state.most]])
+            self.begin_attempt([name for name, _ in waiting[: state.most]])
         else:
             self.set(due=min(state.due, self.now + _LAST_CALL_SECONDS))
 
-    def meet(self, names: list[str], *, goes_on: bool = False) -> None:
+    def begin_attempt(self, names: list[str], *, goes_on: bool = False) -> None:
         """Begin an attempt of these nodes; with `goes_on`, they keep the ranks that they have."""
         state, number = self.state, self.state.attempt + 1
         nodes: dict[str, DirectedNode] = {}
@@ -457,7 +461,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
         self.set(
             nodes=state.nodes.changed(nodes),
             attempt=number,
-            stage=DirectorStage.RUNNING if goes_on else DirectorStage.MEETING,
+            stage=DirectorStage.RUNNING if goes_on else DirectorStage.RENDEZVOUS,
             due=_NEVER,
             regroups=False,
             released=None,
@@ -465,13 +469,13 @@ class _Director(Machine[DirectorState, DirectorAction]):
         )
         self.act(BeginAttempt(number, world_size, state.reason, tuple(names), kept if goes_on else None))
         for node_rank, (name, node) in enumerate(nodes.items()):
-            self.order(name, self.order_to_meet(node, node_rank, len(nodes), world_size))
+            self.order(name, self.attempt_order(node, node_rank, len(nodes), world_size))
         if goes_on:
-            self.say_if_all_started()
+            self.report_if_all_started()
 
-    def order_to_meet(
+    def attempt_order(
         self, node: DirectedNode, node_rank: int, node_count: int, world_size: int
-    ) -> Meet | AdoptRanks:
+    ) -> CompleteRendezvous | AdoptRanks:
         """Return the order that begins an attempt on a node."""
         state = self.state
         if node.started:
@@ -484,7 +488,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 base_rank=node.base,
                 world_size=world_size,
             )
-        return Meet(
+        return CompleteRendezvous(
             group=state.group,
             attempt=state.attempt,
             node_rank=node_rank,
@@ -495,7 +499,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
             reason=state.reason,
         )
 
-    def say_if_all_started(self) -> bool:
+    def report_if_all_started(self) -> bool:
         nodes, attempt = self.state.nodes, self.state.attempt
         if nodes.count("started", attempt) < nodes.count("nodes", attempt):
             return False
@@ -515,19 +519,19 @@ class _Director(Machine[DirectorState, DirectorAction]):
         elif len(there) < len(taking_part):
             self.set(due=self.now + _TOGETHER_SECONDS)  # a new node is still starting its ranks
         else:
-            self.meet(names, goes_on=True)
+            self.begin_attempt(names, goes_on=True)
 
     def started(self, name: str) -> None:
         """Handle the start of a node's ranks; repeat orders that could not reach them before."""
         state = self.state
         match state.stage:
-            case DirectorStage.MEETING:
-                if self.say_if_all_started():
+            case DirectorStage.RENDEZVOUS:
+                if self.report_if_all_started():
                     self.set(stage=DirectorStage.RUNNING)
-                    if state.kept and state.nodes.count("waits"):
+                    if state.persistent and state.nodes.count("waits"):
                         self.act(Trigger.NODE_ARRIVED)
             case DirectorStage.RUNNING:
-                self.say_if_all_started()
+                self.report_if_all_started()
             case DirectorStage.RESTARTING:
                 self.order(name, Restart(group=state.group, attempt=state.attempt))
             case DirectorStage.LEAVING:
@@ -546,10 +550,10 @@ class _Director(Machine[DirectorState, DirectorAction]):
         match state.stage:
             case DirectorStage.WAITING:
                 self.replace_lost()
-                self.meet_if_enough()
-            case DirectorStage.MEETING if took_part:
+                self.begin_if_enough()
+            case DirectorStage.RENDEZVOUS if took_part:
                 self.restart("membership")
-            case DirectorStage.RUNNING if took_part and state.kept:
+            case DirectorStage.RUNNING if took_part and state.persistent:
                 if len(rest) < state.least:
                     self.restart_soon("failure")
                 else:
@@ -565,7 +569,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 pass
 
     def restart_soon(self, reason: str) -> None:
-        """Replace kept ranks, once the peers of an ended one have had time to report their errors."""
+        """Replace persistent ranks, once the peers of an ended one have had time to report their errors."""
         if self.state.stage in _WITH_RANKS and (self.state.regroups or self.state.due == _NEVER):
             self.set(due=self.now + _LAST_WORDS_SECONDS, reason=reason, regroups=False)
 
@@ -602,7 +606,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
             self.set(restarts_left=state.restarts_left - 1)
         self.set(stage=DirectorStage.WAITING, due=_NEVER)
         self.replace_lost()
-        self.meet_if_enough()
+        self.begin_if_enough()
 
     def replace_lost(self) -> None:
         """Ask for replacements of lost nodes; end if no more are allowed."""
@@ -612,7 +616,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
         missing = max(state.least - len(state.nodes) - state.asked, 0)
         if missing > state.replacements_left:
             # In a run that ends so, the failures of the lost node's ranks say why.
-            self.end("" if state.reason == "failure" and not state.kept else state.lost)
+            self.end("" if state.reason == "failure" and not state.persistent else state.lost)
             return
         self.set(due=self.now + state.join_timeout)
         self.ask_for(missing)
@@ -633,10 +637,10 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 if state.nodes.count("waits") < state.least:
                     limit = f"no other node replaced it within {state.join_timeout:g} s"
                     self.end(f"{state.lost}, and {limit}")
-                self.meet_if_enough()
+                self.begin_if_enough()
             case DirectorStage.RUNNING if state.regroups:
                 self.regroup()
-            case DirectorStage.MEETING | DirectorStage.RUNNING:
+            case DirectorStage.RENDEZVOUS | DirectorStage.RUNNING:
                 self.restart(state.reason)
             case DirectorStage.ENDING:
                 left = [name for name, node in state.nodes.items() if not node.ended]
@@ -690,7 +694,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
             self.end_if_all_have()
         elif state.released:
             self.go_on_if_all_wait()
-        elif state.kept and state.stage is DirectorStage.RUNNING and len(state.nodes) > state.least:
+        elif state.persistent and state.stage is DirectorStage.RUNNING and len(state.nodes) > state.least:
             # One that comes late may not be able to have ranks: the others go on without it.
             self.act(DropNode(name, f"ended its ranks: {error}" if error else "has ended its ranks"))
         else:

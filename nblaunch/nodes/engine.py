@@ -1,8 +1,8 @@
 """Engines place nodes: the protocol of all engines, a request to one, and options that contradict each other.
 
-An engine starts one node program, `python -m nblaunch join`, on each host that it grants. A `Wish` carries
-the caller's environment and directory, because the runtime has its own. An engine's module is loaded only
-when `--on` names it, so its programs and packages are needed only then.
+An engine starts one node program, `python -m nblaunch join`, on each host that it grants. A `NodeRequest`
+carries the caller's environment and directory, because the runtime has its own. An engine's module is loaded
+only when `--on` names it, so its programs and packages are needed only then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.protocol.messages import EngineSaid
+from nblaunch.protocol.messages import EngineStatus
 
 ENGINES: Mapping[str, str] = {
     "process": "nblaunch.nodes.process:ProcessEngine",
@@ -39,7 +39,7 @@ _WILDCARDS = ("0.0.0.0", "::", "::ffff:0.0.0.0", "*")  # noqa: S104 - what is re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class NodeRequest:
     """A request to an engine. The node of this machine (`--here`) is not part of it."""
 
     least: int
@@ -61,7 +61,7 @@ class Wish:
     """The nodes' Python."""
     longest_wait: float | None = None
     """For how many seconds the engine may leave the request in its queue."""
-    python_given: bool = False
+    python_named: bool = False
     """Whether `--node-python` named it; else it is the notebook's."""
 
 
@@ -77,7 +77,7 @@ class NodeProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFate:
+class ProgramStatus:
     """The state of a node program.
 
     `words` are the last lines that it printed; while it runs, what it does before it joins.
@@ -93,7 +93,7 @@ class NodeFate:
 class Allocation(Protocol):
     """A request to an engine, and the nodes that it grants."""
 
-    def status(self) -> EngineSaid:
+    def status(self) -> EngineStatus:
         """Return the engine's report, in its own words; from any thread, one at a time.
 
         The engine may take seconds for it: `cancel` ends that wait.
@@ -105,11 +105,11 @@ class Allocation(Protocol):
         Returns what the user has to do, empty if nothing. Raises `LaunchError` with phase `engine`.
         """
 
-    def fates(self) -> tuple[NodeFate, ...]:
+    def statuses(self) -> tuple[ProgramStatus, ...]:
         """Return the state of each program."""
 
     @property
-    def given_back(self) -> bool:
+    def released(self) -> bool:
         """Whether nothing is left of it, once it has been cancelled, for which `at_end` would be needed."""
 
     def cancel(self) -> None:
@@ -127,25 +127,25 @@ class Engine(Protocol):
     """Whether the engine reports changes by itself, so that polling its status costs nothing."""
 
     @staticmethod
-    def check(wish: Wish) -> None:
+    def check(request: NodeRequest) -> None:
         """Raise `OptionError` for a request that cannot be met; start nothing, and take less than 50 ms.
 
         The error for a missing program or package names the command that installs it.
         """
 
     @staticmethod
-    def address(wish: Wish) -> str:
+    def address(request: NodeRequest) -> str:
         """Return the address of this machine that the nodes reach."""
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:
+    def at_end(request: NodeRequest) -> tuple[str, ...]:
         """Return the command that gives everything back if this process is killed; () if none is needed.
 
         It may begin with variables, NAME=VALUE each. The caller registers it before `ask`.
         """
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:
+    def ask(request: NodeRequest) -> Allocation:
         """Ask for the hosts, and return at once; `cancel` ends what this starts."""
 
 
@@ -190,10 +190,10 @@ def engine_of(options: LaunchOptions) -> type[Engine]:
     return found
 
 
-def wish_of(options: LaunchOptions, environ: Mapping[str, str], cwd: str) -> Wish:
+def requested_nodes(options: LaunchOptions, environ: Mapping[str, str], cwd: str) -> NodeRequest:
     """Return the request to the engine; `environ` and `cwd` are the caller's."""
     least, most = nodes_of(options, environ)
-    return Wish(
+    return NodeRequest(
         least=max(least - options.here, 1),
         most=most - options.here,
         nproc=options.nproc_per_node,
@@ -206,7 +206,7 @@ def wish_of(options: LaunchOptions, environ: Mapping[str, str], cwd: str) -> Wis
         cwd=cwd,
         # With --sync-env this Python only makes the nodes' environment.
         python=options.node_python or ("python3" if options.sync_env else sys.executable),
-        python_given=options.node_python is not None,
+        python_named=options.node_python is not None,
     )
 
 

@@ -7,7 +7,8 @@ machine beside them, whose agent takes part in torch's rendezvous. The hub's thr
 
     connect    opens the listener, and the group's store
     start      of the first group: asks the engine, whose node programs connect
-    Arriving   refused, or Admitted; after the checks every group sends OpenGroup, and MeetAgain comes back
+    Arriving   refused, or Admitted; after the checks every group sends OpenGroup, and AwaitingRendezvous
+               comes back
     close      the groups end, Finish ends the nodes, and the engine gets its hosts back
 
 The docstring of `director` describes how a session's ranks keep their variables when nodes are lost, or come
@@ -49,25 +50,25 @@ from nblaunch.host.code import JobCode
 from nblaunch.host.hub import Hub
 from nblaunch.host.join import HERE, HERE_PLACE
 from nblaunch.host.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
-from nblaunch.host.ranks import GroupHost, RankHost
+from nblaunch.host.rank_host import GroupHost, RankHost
 from nblaunch.host.reach import ReachCheck
 from nblaunch.host.rendezvous import host_store
 from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes import director
 from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
-from nblaunch.nodes.engine import Engine, NodeProgram, Wish, address_of
-from nblaunch.nodes.environment import Wheels, made_before
+from nblaunch.nodes.engine import Engine, NodeProgram, NodeRequest, address_of
 from nblaunch.nodes.members import NodeMember, RemoteRanks, for_another_machine
 from nblaunch.nodes.process import ProcessEngine
+from nblaunch.nodes.sync_env import Wheels, made_before
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import NodeEnvironment
 from nblaunch.protocol.messages import (
     Dispatch,
-    EngineSaid,
     EngineState,
+    EngineStatus,
     Interrupt,
     Noticed,
     Payload,
@@ -130,39 +131,39 @@ class NodeFleet:
         self,
         hub: Hub,
         engine: type[Engine],
-        wish: Wish,
+        request: NodeRequest,
         *,
         directory: Path,
-        remark: Callable[[str], None],
+        notify: Callable[[str], None],
         at_end: Callable[[tuple[str, ...]], Callable[[], None]],
         conf: FleetSettings,
         key: bytes = b"",
     ) -> None:
         """Prepare a fleet; the engine is not asked yet.
 
-        `directory` is private, for files. `remark` shows the user a text. `at_end` registers a command with
+        `directory` is private, for files. `notify` shows the user a text. `at_end` registers a command with
         the keeper, and returns a function that revokes it. `key` is the user's, else the fleet makes one.
         """
         self.hub, self.conf, self.directory = hub, conf, directory
-        self.said = EngineSaid(engine=engine.name, state=EngineState.ASKED, wanted=conf.least)
-        self.engine, self.wish = engine, wish
-        self._remark, self._at_end = remark, at_end
+        self.engine_status = EngineStatus(engine=engine.name, state=EngineState.ASKED, wanted=conf.least)
+        self.engine, self.request = engine, request
+        self._notify, self._at_end = notify, at_end
         self._key = key or secrets.token_hex(32).encode()
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._data: DataSocket | None = None
         self._address, self._closed = "", False
-        self._wheels = Wheels(conf.environment, wish, directory) if conf.environment is not None else None
+        self._wheels = Wheels(conf.environment, request, directory) if conf.environment is not None else None
         self._askings: list[Asking] = []
         """The request to the engine, and that for this machine's own node."""
         self._take_back: list[Callable[[], None]] = []
         # On the hub's thread.
-        self._engines = self.said
+        self._engines = self.engine_status
         """The engine's last report, without the number of connected nodes."""
         self._groups: dict[str, NodeGroup] = {}
         self._nodes: dict[bytes, FleetNode] = {}
-        self.code = JobCode(self.send, self._give, self._read)
-        self._given = 0  # the (negative) number of the last payload on a control connection
+        self.code = JobCode(self.send, self._send_payload, self._read)
+        self._last_payload = 0  # the (negative) number of the last payload on a control connection
         self._without_data: set[bytes] = set()
         """Nodes to which the data connection has broken: they get modules on their control connections."""
         self._names: set[str] = set()
@@ -181,7 +182,7 @@ class NodeFleet:
         """Which time limit of the nodes is near; "" if none is."""
         self.signalled = self.signalled_node = ""
         """Which node got a signal that announces its end, in words; "" if none did. And its name."""
-        self._leaving: dict[bytes, str] = {}  # what nodes said of the signal by which they will leave
+        self._leaving: dict[bytes, str] = {}  # what nodes reported of the signal by which they will leave
         self._succeeded, self._empty = True, threading.Event()
         """Set while no node is connected."""
         self._empty.set()
@@ -208,13 +209,13 @@ class NodeFleet:
     @property
     def endpoint(self) -> str:
         """Where nodes connect, once there is a group."""
-        assert self._listener is not None  # noqa: S101 - as said
+        assert self._listener is not None  # noqa: S101 - as above
         return self._listener.address
 
     def _listen(self) -> Listener:
         hub = self.hub
         given = self.conf.options.local_addr
-        self._address = address_of(given) if given else self.engine.address(self.wish)
+        self._address = address_of(given) if given else self.engine.address(self.request)
         listener = Listener(
             hub,
             self._address,
@@ -241,26 +242,26 @@ class NodeFleet:
         with self._lock:
             if self._askings or self._closed:
                 return
-            self._askings.append(self._asking(self.engine, self.wish))
+            self._askings.append(self._asking(self.engine, self.request))
             if self.conf.options.here:
-                environ = {**self.wish.environ, HERE: "1"}
-                own = replace(self.wish, least=1, most=1, argument="", words=(), environ=environ)
+                environ = {**self.request.environ, HERE: "1"}
+                own = replace(self.request, least=1, most=1, argument="", words=(), environ=environ)
                 own = replace(own, python=sys.executable)
                 self._askings.append(self._asking(ProcessEngine, own))
             askings = tuple(self._askings)
         for each in askings:
             each.start()
 
-    def _asking(self, engine: type[Engine], wish: Wish) -> Asking:
-        shown = engine is self.engine and wish is self.wish
+    def _asking(self, engine: type[Engine], request: NodeRequest) -> Asking:
+        shown = engine is self.engine and request is self.request
 
         def prepare() -> None:
-            if command := engine.at_end(wish):
+            if command := engine.at_end(request):
                 self._take_back.append(self._at_end(command))
 
-        def tell(said: EngineSaid) -> None:
+        def tell(status: EngineStatus) -> None:
             if shown:  # this machine's own node needs no report
-                self.hub.call(lambda: self._engine_said(said))
+                self.hub.call(lambda: self._engine_reported(status))
 
         def ended(why: str) -> None:
             self.hub.call(lambda: self._engine_ended(why))
@@ -270,9 +271,9 @@ class NodeFleet:
 
         program = functools.partial(self._program, here=not shown)
         fetch = self._wheels.fetch if shown and self._wheels is not None else None
-        remark = self._remark
+        notify = self._notify
         return Asking(
-            engine, wish, program, tell, ended, prepare=prepare, fetch=fetch, limit=limit, remark=remark
+            engine, request, program, tell, ended, prepare=prepare, fetch=fetch, limit=limit, notify=notify
         )
 
     def _program(self, *, here: bool) -> NodeProgram:
@@ -309,7 +310,7 @@ class NodeFleet:
         if self._wheels is not None:
             self._wheels.end()
         # The commands for the end are harmless where nothing is left. Else, they may be the last resort.
-        if all(asking.given_back for asking in askings):
+        if all(asking.released for asking in askings):
             for each in take_back:
                 each()
         if listener is not None:
@@ -325,7 +326,7 @@ class NodeFleet:
     def _add(self, group: NodeGroup) -> None:
         self._groups[group.name] = group
         if self._askings:
-            group.events.said(self.said)
+            group.events.engine_reported(self.engine_status)
         if self._ended:
             group.feed(director.EngineEnded(self._ended))
         group.feed(director.NodesExpected(self._expected))
@@ -359,14 +360,14 @@ class NodeFleet:
             return None
         return self._data, places
 
-    def _give(self, identity: bytes, content: bytes) -> int:
+    def _send_payload(self, identity: bytes, content: bytes) -> int:
         """Send content to one node, as a payload of no group; return its number."""
         assert self._data is not None  # noqa: S101 - it is there before any node
         if identity in self._without_data:
-            self._given -= 1
-            for piece, part in cut(self._given, memoryview(content)):
+            self._last_payload -= 1
+            for piece, part in cut(self._last_payload, memoryview(content)):
                 self.send(identity, piece, part)
-            return self._given
+            return self._last_payload
         node = self._nodes[identity]
         payload = Payload(sizes=(len(content),), inline=content)
         return number_of(self._data.send("", payload, ((node.name, node.arriving.data),)))
@@ -439,22 +440,24 @@ class NodeFleet:
     @property
     def _expected(self) -> int:
         """How many nodes the engine has granted."""
-        return len(self.said.hosts) + self.conf.options.here if self.said.hosts else 0
+        return len(self.engine_status.hosts) + self.conf.options.here if self.engine_status.hosts else 0
 
-    def _engine_said(self, said: EngineSaid) -> None:
+    def _engine_reported(self, status: EngineStatus) -> None:
         """Publish the engine's report, with the number of connected nodes; at an endpoint there is none."""
         if not self._askings:
             return
-        self._warn(each for each in filter(None, [said.warning]) if each not in self._warned)
-        self._engines, expected = said, self._expected
+        self._warn(each for each in filter(None, [status.warning]) if each not in self._warned)
+        self._engines, expected = status, self._expected
         joined, wanted = len(self._nodes), self.conf.least
-        state = EngineState.STARTING if said.state is EngineState.RUNNING and joined < wanted else said.state
-        said = msgspec.structs.replace(said, state=state, joined=joined, wanted=wanted)
-        if said == self.said:
+        state = (
+            EngineState.STARTING if status.state is EngineState.RUNNING and joined < wanted else status.state
+        )
+        status = msgspec.structs.replace(status, state=state, joined=joined, wanted=wanted)
+        if status == self.engine_status:
             return
-        self.said = said
+        self.engine_status = status
         for group in list(self._groups.values()):
-            group.events.said(said)
+            group.events.engine_reported(status)
             if self._expected != expected:
                 group.feed(director.NodesExpected(self._expected))
 
@@ -474,7 +477,7 @@ class NodeFleet:
     @property
     def _of_job(self) -> str:
         """The engine's job in brackets, for an end of which the engine itself may tell too late."""
-        return f" ({self.said.engine} job {self.said.id})" if self.said.id else ""
+        return f" ({self.engine_status.engine} job {self.engine_status.id})" if self.engine_status.id else ""
 
     def _limit_is_near(self, why: str, seconds: float) -> None:
         """Have all ranks save; `why` is "" if the time limit was extended."""
@@ -486,7 +489,7 @@ class NodeFleet:
         """Have all ranks save before the engine ends a node, unless the others can go on without it."""
         enough = self.conf.least < self.conf.most and len(self._nodes) > self.conf.least
         if self._askings:
-            self._askings[0].look()  # the engine may know the reason and the time
+            self._askings[0].poll_soon()  # the engine may know the reason and the time
         if notice.leaves and (self._ended or self._closed or not self._groups or enough):
             self._leave(node.identity)
             return
@@ -496,7 +499,9 @@ class NodeFleet:
             self._leaving[node.identity] = words
         if notice.leaves and not self.signalled:
             self.signalled, self.signalled_node = why, node.name
-        left = math.inf if self.said.ends is None else max(self.said.ends - time.time(), 0.0)
+        left = (
+            math.inf if self.engine_status.ends is None else max(self.engine_status.ends - time.time(), 0.0)
+        )
         self._preempt(why, min(notice.seconds, left))
 
     def _preempt(self, why: str, seconds: float) -> None:
@@ -549,7 +554,7 @@ class NodeFleet:
         place = arriving.place
         if self.conf.options.here and place >= 0:
             place = 0 if here else place + 1
-        hosts = () if here else self.said.hosts
+        hosts = () if here else self.engine_status.hosts
         # The engine's name for the host: two nodes of one machine have the same name of their own.
         called = hosts[arriving.place] if 0 <= arriving.place < len(hosts) else arriving.name
         node = FleetNode(self._named(called), identity, place, here, arriving)
@@ -561,7 +566,7 @@ class NodeFleet:
         self.send(identity, wire.Admitted(name=node.name, silence=silence, now=time.time()))
         if self._askings:
             self._askings[1 if here else 0].joined(arriving.place)
-        self._engine_said(self._engines)
+        self._engine_reported(self._engines)
         self._check_reach()
 
     def _refusal_of(self, arriving: wire.Arriving) -> str:
@@ -596,7 +601,7 @@ class NodeFleet:
             for group in self._groups.values():
                 group.events.noted(text)
 
-    # Before ranks meet, the fleet finds machines that cannot reach each other, and names them.
+    # Before ranks connect, the fleet finds machines that cannot reach each other, and names them.
 
     def _check_reach(self) -> None:
         """Once enough nodes are connected, have them try to reach each other; then let groups use them."""
@@ -631,7 +636,7 @@ class NodeFleet:
         if why_not and self._checking & self._checked:
             # Nodes that already serve groups go on without the new ones.
             for name in self._checking - self._checked:
-                self._remark(f"node {name} was refused: {why_not}")
+                self._notify(f"node {name} was refused: {why_not}")
                 self.drop(name, "does not reach the others, or they do not reach it")
         elif why_not:
             self._engine_ended(why_not)
@@ -672,7 +677,7 @@ class NodeFleet:
             self._check.lost(node.name)
         for group in list(self._groups.values()):
             group.lose(node, why, asked=asked)
-        self._engine_said(self._engines)
+        self._engine_reported(self._engines)
 
     def variables(self, env: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         """Return the variables that nodes set for their ranks.
@@ -681,15 +686,15 @@ class NodeFleet:
         """
         if self.engine is not ProcessEngine:
             return env
-        there = self.wish.environ
+        there = self.request.environ
         return tuple(
             (name, value) for name, value in env if name not in VARIABLES or there.get(name) != value
         )
 
-    def remark_lost(self, count: int, why: str) -> None:
+    def notify_lost(self, count: int, why: str) -> None:
         """Show the user that replacements for lost nodes are awaited."""
         nodes = "another node is" if count == 1 else f"{count} other nodes are"
-        self._remark(f"{why}; {nodes} awaited for {self.conf.join_timeout:g} s (--rdzv-conf join_timeout)")
+        self._notify(f"{why}; {nodes} awaited for {self.conf.join_timeout:g} s (--rdzv-conf join_timeout)")
 
 
 def _here() -> wire.Inventory:
@@ -902,7 +907,7 @@ class NodeGroup(GroupHost):
             backend=self._backend,
             env=self._fleet.variables(tuple(settings.options.env.items())),
             processes=replace(settings.processes, environ=()),
-            cwd=os.fsencode(self._fleet.wish.cwd),
+            cwd=os.fsencode(self._fleet.request.cwd),
             nodes=(conf.least, conf.most),
         )
         self._fleet.send(node.identity, opened)
@@ -963,7 +968,7 @@ class NodeGroup(GroupHost):
 
 
 class FleetGroup(NodeGroup):
-    """A group's side of a fleet whose nodes the director has meet; all of its agents are on nodes."""
+    """A group's side of a fleet whose rendezvous the director decides; all of its agents are on nodes."""
 
     def __init__(self, fleet: NodeFleet, events: WorkerGroup, directory: Path, address: str) -> None:
         """Prepare; payloads that do not fit into memory are written to `directory`.
@@ -982,10 +987,10 @@ class FleetGroup(NodeGroup):
         self._state = DirectorState(
             least=conf.least,
             most=conf.most,
-            # A kept group's ranks may be replaced any number of times, but its nodes may not.
+            # A persistent group's ranks may be replaced any number of times, but its nodes may not.
             restarts_left=_UNLIMITED if kept else settings.options.max_restarts,
             replacements_left=settings.options.max_restarts,
-            kept=kept,
+            persistent=kept,
             group=self.name,
             store=(address, store.port),
             patient=fleet.engine.name == "join",
@@ -1161,7 +1166,7 @@ class FleetGroup(NodeGroup):
             case director.AskForNodes(count):
                 self._fleet.ask_again()
                 if self._state.stage is DirectorStage.WAITING:
-                    self._fleet.remark_lost(count, self._state.lost)
+                    self._fleet.notify_lost(count, self._state.lost)
             case director.DropNode(node, why):
                 self._fleet.drop(node, why)
             case Noticed(text=text):
@@ -1262,9 +1267,9 @@ class FleetGroup(NodeGroup):
     def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
         """Handle a node's message for this group: of ranks that went on, perhaps under former numbers."""
         match message:
-            case wire.MeetAgain(after=after, error=error) if node.name in self._members:
+            case wire.AwaitingRendezvous(after=after, error=error) if node.name in self._members:
                 after = self.events.attempt if after in self._renumbered else after
-                self.feed(director.NodeMeets(node.name, after, error))
+                self.feed(director.NodeAwaitsRendezvous(node.name, after, error))
             case wire.PieceLost():
                 self.payload_lost(node.name)
             case wire.Wrote(attempt=attempt, rank=rank) if rank in self._renumbered.get(attempt, ()):

@@ -20,8 +20,8 @@ from nblaunch._errors import LaunchError, OptionError
 from nblaunch.host.join import PLACE
 from nblaunch.host.placement import visible_gpus
 from nblaunch.nodes.bootstrap import DOING
-from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus
+from nblaunch.protocol.messages import EngineState, EngineStatus
 
 _PER_CPU = 4
 _PIPE_BYTES = 4096
@@ -147,10 +147,10 @@ class ProgramPerNode:
     """Nodes with one local program each: the node itself, or ssh."""
 
     engine: ClassVar[str]
-    given_back = True
+    released = True
 
-    def __init__(self, wish: Wish, hosts: Sequence[str]) -> None:
-        self.wish, self.hosts = wish, tuple(hosts)
+    def __init__(self, request: NodeRequest, hosts: Sequence[str]) -> None:
+        self.request, self.hosts = request, tuple(hosts)
         self._running: dict[int, StartedProgram] = {}
         self._cancelled = False
 
@@ -166,10 +166,10 @@ class ProgramPerNode:
         """Return what to do about this end of a program; empty if its own last lines suffice."""
         return ""
 
-    def status(self) -> EngineSaid:
+    def status(self) -> EngineStatus:
         """Return the report: these hosts are granted at once."""
         state = EngineState.ENDED if self._cancelled else EngineState.GRANTED
-        return EngineSaid(engine=self.engine, state=state, hosts=self.hosts)
+        return EngineStatus(engine=self.engine, state=state, hosts=self.hosts)
 
     def start(self, program: NodeProgram) -> str:
         """Start the program for each host on which none runs."""
@@ -179,25 +179,25 @@ class ProgramPerNode:
                 continue
             if before is not None:
                 before.end_by(time.monotonic())
-            environ = {**self.wish.environ, PLACE: str(place), **self.devices(place)}
+            environ = {**self.request.environ, PLACE: str(place), **self.devices(place)}
             command = self.command(place, program)
-            self._running[place] = StartedProgram(command, environ, self.wish.cwd, program.stdin)
+            self._running[place] = StartedProgram(command, environ, self.request.cwd, program.stdin)
             if self._cancelled:  # by another thread, meanwhile
                 end_all([self._running[place]])
                 break
         return ""
 
-    def fates(self) -> tuple[NodeFate, ...]:
+    def statuses(self) -> tuple[ProgramStatus, ...]:
         """Return the state of each program."""
-        return tuple(self._fate(place, program) for place, program in sorted(self._running.items()))
+        return tuple(self._program_status(place, program) for place, program in sorted(self._running.items()))
 
-    def _fate(self, place: int, program: StartedProgram) -> NodeFate:
+    def _program_status(self, place: int, program: StartedProgram) -> ProgramStatus:
         code = program.exitcode
         if code is None:
-            return NodeFate(self.hosts[place], place, running=True, words=doing(program.printed()))
+            return ProgramStatus(self.hosts[place], place, running=True, words=doing(program.printed()))
         printed = last_lines(program.printed())
         words = "\n".join(filter(None, (printed, self.hint(place, code, printed))))
-        return NodeFate(self.hosts[place], place, running=False, exitcode=code, words=words)
+        return ProgramStatus(self.hosts[place], place, running=False, exitcode=code, words=words)
 
     def cancel(self) -> None:
         """End all programs."""
@@ -212,14 +212,14 @@ class ProcessAllocation(ProgramPerNode):
 
     def command(self, place: int, program: NodeProgram) -> Sequence[str]:  # noqa: ARG002 - all are alike
         """Return the node program itself."""
-        return (self.wish.python, *program.arguments)
+        return (self.request.python, *program.arguments)
 
     def devices(self, place: int) -> Mapping[str, str]:
         """Return an equal part of the GPUs, as if each node were a machine.
 
         If there are too few for that, all nodes see all of them.
         """
-        nodes, environ, nproc = self.wish.most, self.wish.environ, self.wish.nproc
+        nodes, environ, nproc = self.request.most, self.request.environ, self.request.nproc
         part = visible_gpus(environ, each_alone=True) // nodes if nodes > 1 else 0
         if part < (nproc if isinstance(nproc, int) else 1):
             return {}
@@ -233,32 +233,32 @@ class ProcessEngine(Engine):
     name: ClassVar[str] = "process"
 
     @staticmethod
-    def check(wish: Wish) -> None:
+    def check(request: NodeRequest) -> None:
         """Raise `OptionError` for more nodes than a machine can have, and for a missing Python."""
         cpus = os.cpu_count() or 1
-        if wish.most > _PER_CPU * cpus:
+        if request.most > _PER_CPU * cpus:
             msg = (
-                f"{wish.most} nodes were asked for on this machine, which has {cpus} CPUs and takes at most "
-                f"{_PER_CPU} nodes for each. Ask for fewer, or place them on other machines."
+                f"{request.most} nodes were asked for on this machine, which has {cpus} CPUs and takes at "
+                f"most {_PER_CPU} nodes for each. Ask for fewer, or place them on other machines."
             )
             raise OptionError(msg)
-        if shutil.which(wish.python, path=wish.environ.get("PATH")) is None:
-            msg = f"--node-python names {wish.python!r}, which is not a program. Correct the path."
+        if shutil.which(request.python, path=request.environ.get("PATH")) is None:
+            msg = f"--node-python names {request.python!r}, which is not a program. Correct the path."
             raise OptionError(msg)
 
     @staticmethod
-    def address(wish: Wish) -> str:  # noqa: ARG004 - as for every engine
+    def address(request: NodeRequest) -> str:  # noqa: ARG004 - as for every engine
         """Return the loopback address."""
         return "127.0.0.1"
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
+    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
         """Return (): the keeper ends what is below it."""
         return ()
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:
+    def ask(request: NodeRequest) -> Allocation:
         """Grant the most nodes that the run takes."""
         host = platform.node()
-        names = [f"{host}-{number}" for number in range(1, wish.most + 1)]
-        return ProcessAllocation(wish, names if wish.most > 1 else [host])
+        names = [f"{host}-{number}" for number in range(1, request.most + 1)]
+        return ProcessAllocation(request, names if request.most > 1 else [host])

@@ -23,10 +23,10 @@ from msgspec.structs import replace
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 from nblaunch.nodes.bootstrap import DOING
-from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus, own_address
 from nblaunch.nodes.process import StartedProgram, doing, last_lines
 from nblaunch.nodes.raydriver import HINT
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.protocol.messages import EngineState, EngineStatus
 
 _DRIVER = Path(__file__).with_name("raydriver.py")
 _ADDRESS, _AUTO, _CLIENT = "RAY_ADDRESS", "auto", "ray://"
@@ -37,7 +37,7 @@ _C_FRAME = re.compile(r"^\S+\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\].*\n|^\*\*\* Sta
 
 
 class RayReport(msgspec.Struct, frozen=True):
-    """The driver's report; `fates` are the programs' states after so many `starts`."""
+    """The driver's report; `statuses` are the programs' states after so many `starts`."""
 
     state: EngineState
     id: str = ""
@@ -45,7 +45,7 @@ class RayReport(msgspec.Struct, frozen=True):
     reason: str = ""
     warning: str = ""
     hosts: tuple[str, ...] = ()
-    fates: tuple[NodeFate, ...] = ()
+    statuses: tuple[ProgramStatus, ...] = ()
     starts: int = 0
 
 
@@ -55,12 +55,12 @@ _decode = msgspec.json.Decoder(RayReport).decode
 class RayAllocation:
     """A placement group of Ray, and the driver that owns it."""
 
-    given_back = True
+    released = True
 
-    def __init__(self, wish: Wish) -> None:
-        self._wish = wish
+    def __init__(self, request: NodeRequest) -> None:
+        self._request = request
         self._report = RayReport(state=EngineState.WAITING, words="starting a driver")
-        self._fates: dict[int, NodeFate] = {}
+        self._statuses: dict[int, ProgramStatus] = {}
         self._starts = 0
         self._rest = b""
         self._cancelled = False
@@ -69,22 +69,22 @@ class RayAllocation:
         with theirs:
             command = (sys.executable, "-P", os.fspath(_DRIVER), str(theirs.fileno()))
             # Ray would prefer this variable to the address that it is given.
-            environ = {name: value for name, value in wish.environ.items() if name != _ADDRESS}
+            environ = {name: value for name, value in request.environ.items() if name != _ADDRESS}
             self._driver = StartedProgram(command, environ, os.sep, fds=[theirs.fileno()])
         self._send(
-            address=_address(wish),
-            name=wish.name,
-            least=wish.least,
-            most=wish.most,
-            nproc=wish.nproc,
+            address=_address(request),
+            name=request.name,
+            least=request.least,
+            most=request.most,
+            nproc=request.nproc,
             doing=DOING,
         )
 
-    def status(self) -> EngineSaid:
+    def status(self) -> EngineStatus:
         """Return Ray's report."""
         self._read()
         report, cancelled = self._report, self._cancelled
-        return EngineSaid(
+        return EngineStatus(
             engine=RayEngine.name,
             state=EngineState.ENDED if cancelled else report.state,
             id=report.id,
@@ -100,22 +100,22 @@ class RayAllocation:
         with self._lock:
             self._starts += 1
             for place, host in enumerate(self._report.hosts):
-                self._fates[place] = NodeFate(host, place, running=True)
+                self._statuses[place] = ProgramStatus(host, place, running=True)
         key, _, rest = program.stdin.partition(b"\n")
         self._send(
             # Ray's workers have the cluster's Python, whose path may differ from the notebook's.
-            python=self._wish.python if self._wish.python_given else "",
+            python=self._request.python if self._request.python_named else "",
             arguments=program.arguments,
             key=key.decode(),
             stdin=base64.b64encode(rest).decode(),
-            cwd=self._wish.cwd,
+            cwd=self._request.cwd,
         )
         return ""
 
-    def fates(self) -> tuple[NodeFate, ...]:
+    def statuses(self) -> tuple[ProgramStatus, ...]:
         """Return the state of each program."""
         self._read()
-        return tuple(self._fates[place] for place in sorted(self._fates))
+        return tuple(self._statuses[place] for place in sorted(self._statuses))
 
     def cancel(self) -> None:
         """End the driver: Ray then takes back its nodes."""
@@ -137,22 +137,22 @@ class RayAllocation:
         with self._lock:
             while not self._cancelled and self._report.state is not EngineState.ENDED:
                 try:
-                    said = self._link.recv(_CHUNK, socket.MSG_DONTWAIT)
+                    data = self._link.recv(_CHUNK, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     return
                 except OSError:
-                    said = b""
-                if not said:
+                    data = b""
+                if not data:
                     self._lose()
                     return
-                *lines, self._rest = (self._rest + said).split(b"\n")
+                *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
                     self._take(_decode(line))
 
     def _take(self, report: RayReport) -> None:
         self._report = report
         if report.starts == self._starts:  # else it has not received the last program yet
-            self._fates = {each.place: _in_words(each) for each in report.fates}
+            self._statuses = {each.place: _in_words(each) for each in report.statuses}
 
     def _lose(self) -> None:
         """Treat the driver's end as the end of the allocation: Ray ends what the driver started."""
@@ -171,21 +171,23 @@ class RayEngine(Engine):
     reports: ClassVar[bool] = True
 
     @staticmethod
-    def check(wish: Wish) -> None:
+    def check(request: NodeRequest) -> None:
         """Raise `OptionError` where ray is not installed."""
-        needed = {"ray": "ray"} | ({"grpc": "grpcio"} if _address(wish).startswith(_CLIENT) else {})
+        needed = {"ray": "ray"} | ({"grpc": "grpcio"} if _address(request).startswith(_CLIENT) else {})
         for module, package in needed.items():
             if importlib.util.find_spec(module) is None:
                 msg = f"--on ray needs {package}, which is not installed here. pip install 'nblaunch[ray]'."
                 raise OptionError(msg, kind=FailureKind.NOT_INSTALLED)
 
     @staticmethod
-    def address(wish: Wish) -> str:
+    def address(request: NodeRequest) -> str:
         """Return the address of this machine on the way to the head of the cluster."""
-        address = _address(wish).removeprefix(_CLIENT)
+        address = _address(request).removeprefix(_CLIENT)
         if address == _AUTO:
             # As Ray finds it: `ray start` records the cluster that it joined last.
-            temporary = wish.environ.get("RAY_TMPDIR") or wish.environ.get("TMPDIR") or tempfile.gettempdir()
+            temporary = (
+                request.environ.get("RAY_TMPDIR") or request.environ.get("TMPDIR") or tempfile.gettempdir()
+            )
             address = ""
             with contextlib.suppress(OSError):
                 address = Path(temporary, "ray", "ray_current_cluster").read_text().strip()
@@ -193,22 +195,24 @@ class RayEngine(Engine):
         return own_address([host] if host else [])
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
+    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
         """Return (): Ray takes back the nodes of a driver that is gone."""
         return ()
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:
+    def ask(request: NodeRequest) -> Allocation:
         """Have a driver ask for a placement group."""
-        return RayAllocation(wish)
+        return RayAllocation(request)
 
 
-def _in_words(fate: NodeFate) -> NodeFate:
-    """Return a fate whose words are what the program does, or its last lines."""
-    return dataclasses.replace(fate, words=doing(fate.words) if fate.running else last_lines(fate.words))
+def _in_words(program: ProgramStatus) -> ProgramStatus:
+    """Return a status whose words are what the program does, or its last lines."""
+    return dataclasses.replace(
+        program, words=doing(program.words) if program.running else last_lines(program.words)
+    )
 
 
-def _address(wish: Wish) -> str:
+def _address(request: NodeRequest) -> str:
     """Return that of the cluster. `local` would start one."""
-    address = wish.argument or wish.environ.get(_ADDRESS, "")
+    address = request.argument or request.environ.get(_ADDRESS, "")
     return address if address not in ("", "local") else _AUTO

@@ -65,8 +65,8 @@ _INLINE_BYTES = 64 * 1024
 _CONNECT_SECONDS = 3.0
 # For how many seconds a cluster reached by ray:// keeps the nodes of a driver that is cut off.
 _GRACE = "5"
-_LOOK_SECONDS, _WATCH_SECONDS = 0.25, 0.25
-_HELD_LOOK_SECONDS = 1.0
+_POLL_SECONDS, _WATCH_SECONDS = 0.25, 0.25
+_HELD_POLL_SECONDS = 1.0
 _SILENT_SECONDS = 3.0
 _NODES_NAMED = 4
 _CLIENT = "ray://"
@@ -146,8 +146,8 @@ class RayDriver:
         self._link, self._lines = link, link.makefile()
         self._lock = threading.Lock()
         self._report: dict[str, Any] = {}
-        self._wish = json.loads(self._lines.readline())
-        self._address: str = self._wish["address"]
+        self._request = json.loads(self._lines.readline())
+        self._address: str = self._request["address"]
         self._ray: Any = None
         self._group: Any = None
         self._bundle: dict[str, float] = {}
@@ -162,7 +162,7 @@ class RayDriver:
         self._doing: dict[int, str] = {}
         """By place, the last line of a program that says what it does before it joins."""
         self._starts = 0
-        self._looked = 0.0
+        self._polled = 0.0
 
     # --- the main thread ---------------------------------------------------------------------------
 
@@ -173,11 +173,11 @@ class RayDriver:
             self._connect()
             self._ask()
             threading.Thread(target=self._watch, name="watcher", daemon=True).start()
-            while self._look():
-                time.sleep(_HELD_LOOK_SECONDS if self._hosts else _LOOK_SECONDS)
+            while self._poll():
+                time.sleep(_HELD_POLL_SECONDS if self._hosts else _POLL_SECONDS)
         except Exception as error:  # noqa: BLE001 - Ray's words, whatever they are
             self._tell(state="ENDED", words=str(error).strip() or type(error).__name__, reason="")
-        self._give_back()
+        self._release()
 
     def _connect(self) -> None:
         here = "the cluster of this machine" if self._address == "auto" else self._address
@@ -201,25 +201,25 @@ class RayDriver:
             if port == "auto":
                 port = self._ray.get_runtime_context().gcs_address
             self._tell(warning=_OPEN.format(port))
-        least, most = self._wish["least"], self._wish["most"]
-        self._bundle = bundle_for(self._wish["nproc"], rows, least)
+        least, most = self._request["least"], self._request["most"]
+        self._bundle = bundle_for(self._request["nproc"], rows, least)
         self._count = min(max(sum(_fits(self._bundle, row["free"]) for row in rows), least), most)
         self._group = placement_group(
-            [self._bundle] * self._count, strategy="STRICT_SPREAD", name=self._wish["name"]
+            [self._bundle] * self._count, strategy="STRICT_SPREAD", name=self._request["name"]
         )
 
     def _answer(self) -> tuple[Mapping[str, Any], list[dict[str, Any]], bool]:
         """Return Ray's table of the group, what its nodes have, and whether it asks for a token."""
         if self._address.startswith(_CLIENT):
-            asked = self._ray.remote(num_cpus=0)(look).remote(self._group)
+            asked = self._ray.remote(num_cpus=0)(cluster_state).remote(self._group)
             found: tuple[Mapping[str, Any], list[dict[str, Any]], bool] = self._ray.get(asked)
             return found
-        return look(self._group)
+        return cluster_state(self._group)
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Report the state of the placement group; return whether it exists."""
         table, rows, _ = self._answer()
-        self._looked = time.monotonic()
+        self._polled = time.monotonic()
         state: str = table.get("state", "REMOVED")
         if state == "CREATED":
             self._granted(table["bundles_to_node_id"], {row["id"]: row for row in rows})
@@ -258,7 +258,7 @@ class RayDriver:
                 self._listen()
             else:
                 time.sleep(_WATCH_SECONDS)
-            if self._looked and time.monotonic() > self._looked + _SILENT_SECONDS:
+            if self._polled and time.monotonic() > self._polled + _SILENT_SECONDS:
                 self._tell(reason="the head of the cluster does not answer")
 
     def _listen(self) -> None:
@@ -272,7 +272,7 @@ class RayDriver:
         for place, ref in asked.items():
             with contextlib.suppress(Exception):  # its actor's end is reported elsewhere
                 line = self._ray.get(ref).rstrip().rpartition("\n")[2] if ref in done else ""
-                if line.startswith(self._wish["doing"]):
+                if line.startswith(self._request["doing"]):
                     self._doing[place] = line
                 elif line:
                     del self._doing[place]
@@ -281,16 +281,16 @@ class RayDriver:
 
     def _end(self, place: int, ref: Any) -> None:
         try:
-            fate = self._ray.get(ref)
+            end = self._ray.get(ref)
         except Exception as error:  # noqa: BLE001 - the actor's end, in Ray's words
-            fate = None, str(error)
+            end = None, str(error)
             actor = self._actors.pop(place, None)
             with contextlib.suppress(Exception):  # the node may be out of reach, and come back
                 self._ray.kill(actor)
         with self._lock:
             self._running.pop(place)
             self._doing.pop(place, None)
-            self._ended[place] = fate
+            self._ended[place] = end
         self._tell()
 
     def _obey(self) -> NoReturn:
@@ -299,7 +299,7 @@ class RayDriver:
                 self._start(json.loads(line))
             except Exception as error:  # noqa: BLE001 - Ray's words, whatever they are
                 self._tell(state="ENDED", words=str(error), reason="")
-        self._give_back()
+        self._release()
 
     def _start(self, order: dict[str, Any]) -> None:
         """Start a program on each node on which none runs."""
@@ -335,7 +335,7 @@ class RayDriver:
     def _tell(self, **news: Any) -> None:
         """Send a report; fields that are not given keep their values."""
         with self._lock:
-            fates = [
+            statuses = [
                 {"host": host, "place": place, "running": True, "words": self._doing.get(place, "")}
                 if place in self._running
                 else {
@@ -348,13 +348,13 @@ class RayDriver:
                 for place, host in enumerate(self._hosts)
                 if place in self._running or place in self._ended
             ]
-            report = {**self._report, **news, "fates": fates, "starts": self._starts}
+            report = {**self._report, **news, "statuses": statuses, "starts": self._starts}
             if report != self._report:
                 self._report = report
                 with contextlib.suppress(OSError):  # the runtime is gone
                     self._link.sendall(json.dumps(report).encode() + b"\n")
 
-    def _give_back(self) -> NoReturn:
+    def _release(self) -> NoReturn:
         """End: Ray ends the actors, with them the programs, and removes the group."""
         if self._ray is not None:
             with contextlib.suppress(Exception):
@@ -395,7 +395,7 @@ def _loaded() -> Any:
     return ray
 
 
-def look(group: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]], bool]:
+def cluster_state(group: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]], bool]:
     """Return Ray's table of a placement group, its nodes' resources, and whether the cluster has a token.
 
     It runs in a process of the cluster: a driver that is none may have a token that nobody asks for.

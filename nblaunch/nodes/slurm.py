@@ -21,14 +21,14 @@ from nblaunch.host.join import AT_END, PLACE
 from nblaunch.nodes.engine import (
     Allocation,
     Engine,
-    NodeFate,
     NodeProgram,
-    Wish,
+    NodeRequest,
+    ProgramStatus,
     own_address,
     surrounding_job,
 )
 from nblaunch.nodes.process import StartedProgram, doing, end_all, last_lines
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.protocol.messages import EngineState, EngineStatus
 
 _PROGRAMS = ("salloc", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _JOB = "SLURM_JOB_ID"
@@ -88,7 +88,7 @@ _TASKS_ENDED = re.compile(
 )
 _NODE_FAILED = re.compile(r"^srun: error: Node failure on (?P<hosts>\S+)$", re.MULTILINE)
 _LABELLED = re.compile(r"^ *(?P<task>\d+): (?P<text>.*)$")
-_SAID = re.compile(_LABELLED.pattern, re.MULTILINE)
+_LABELLED_LINES = re.compile(_LABELLED.pattern, re.MULTILINE)
 _SIGNALS = {"Killed": -9, "Terminated": -15, "Segmentation fault": -11, "Aborted": -6}
 
 
@@ -155,11 +155,11 @@ def refused_word(words: Iterable[str]) -> str:
 class SlurmAllocation:
     """A job of Slurm's, and the steps in it that run the node programs."""
 
-    def __init__(self, wish: Wish) -> None:
-        self._wish = wish
-        self._environ = _environ(wish)
-        self._id = surrounding_job(wish.environ, wish.words)
-        self._said = EngineSaid(engine=SlurmEngine.name, state=EngineState.ASKED, id=self._id)
+    def __init__(self, request: NodeRequest) -> None:
+        self._request = request
+        self._environ = _environ(request)
+        self._id = surrounding_job(request.environ, request.words)
+        self._status = EngineStatus(engine=SlurmEngine.name, state=EngineState.ASKED, id=self._id)
         self._hosts: tuple[str, ...] = ()
         self._steps: list[SlurmStep] = []
         self._query: StartedProgram | None = None
@@ -167,14 +167,14 @@ class SlurmAllocation:
         self._missing: float | None = None
         self._cancelled = False
         self._lock = threading.Lock()
-        self._salloc = None if self._id else StartedProgram(_salloc(wish), self._environ, wish.cwd)
+        self._salloc = None if self._id else StartedProgram(_salloc(request), self._environ, request.cwd)
         own = self._salloc is not None
-        self._component = () if own or _HET_SIZE not in wish.environ else ("--het-group=0",)
+        self._component = () if own or _HET_SIZE not in request.environ else ("--het-group=0",)
         """Of a heterogeneous job: the first, whose number is the job's."""
-        self.given_back = not own
+        self.released = not own
         """Whether Slurm has confirmed it; a job that is the caller's is left to them."""
 
-    def status(self) -> EngineSaid:
+    def status(self) -> EngineStatus:
         """Return Slurm's report; while Slurm does not answer, the last one."""
         if self._salloc is not None and not self._id:
             code = self._salloc.exitcode  # first: what has ended has printed all
@@ -182,34 +182,36 @@ class SlurmAllocation:
             found = _ALLOCATED.search(printed)
             if found is not None:
                 self._id = found[1]
-                self._said = replace(self._said, id=self._id)
+                self._status = replace(self._status, id=self._id)
             elif code is not None and not self._cancelled:
                 words = re.sub(r"^salloc: (?:error: )?", "", last_lines(printed), flags=re.MULTILINE)
-                self._said = replace(self._said, state=EngineState.ENDED, words=words)
+                self._status = replace(self._status, state=EngineState.ENDED, words=words)
         if self._cancelled:
-            self._said = replace(self._said, state=EngineState.ENDED, words="given back", reason="")
-        elif self._id and self._said.state is not EngineState.ENDED:
-            self._said = self._asked()
-        return self._said
+            self._status = replace(self._status, state=EngineState.ENDED, words="given back", reason="")
+        elif self._id and self._status.state is not EngineState.ENDED:
+            self._status = self._asked()
+        return self._status
 
-    def _asked(self) -> EngineSaid:
+    def _asked(self) -> EngineStatus:
         """Ask squeue. Slurm forgets ended jobs after a while."""
-        gone = replace(self._said, state=EngineState.ENDED, words="it is gone", reason="")
+        gone = replace(self._status, state=EngineState.ENDED, words="it is gone", reason="")
         try:
             code, answer = self._squeue()
             jobs = [job for line in answer.splitlines() if (job := job_of(line))]
             # Asked about a task of an array, it may answer about all of them.
             job = next((job for job in jobs if job.id == self._id), None)
             if job is not None and job.engine_state is EngineState.GRANTED and not self._hosts:
-                there = _expanded(self._wish, job.nodes)
-                self._hosts = tuple(each for each in there if each != self._wish.spared)[: self._wish.most]
+                there = _expanded(self._request, job.nodes)
+                self._hosts = tuple(each for each in there if each != self._request.spared)[
+                    : self._request.most
+                ]
         except (OSError, subprocess.SubprocessError, LaunchError) as error:
-            return _silent(self._said, str(error))
+            return _silent(self._status, str(error))
         if job is None:
             unlisted = code == 0 and (bool(jobs) or not answer.strip())
             if "Invalid job id" in answer or self._is_missing(unlisted=unlisted):
                 return gone
-            return _silent(self._said, answer.strip() or "squeue does not list it")
+            return _silent(self._status, answer.strip() or "squeue does not list it")
         self._missing = None
         state, words = job.engine_state, job.state
         if state is EngineState.ENDING:
@@ -219,7 +221,7 @@ class SlurmAllocation:
             if words != job.state or time.monotonic() > self._completing + _COMPLETING_SECONDS:
                 state = EngineState.ENDED
         waiting, held = state is EngineState.WAITING, state is EngineState.GRANTED
-        return EngineSaid(
+        return EngineStatus(
             engine=SlurmEngine.name,
             state=state,
             id=self._id,
@@ -240,7 +242,7 @@ class SlurmAllocation:
     def _squeue(self) -> tuple[int | None, str]:
         """Return squeue's exit status, and what it prints; `cancel` ends the wait for it."""
         command = ("squeue", "-h", "-t", "all", "-j", self._id, "-o", _FIELDS)
-        query = StartedProgram(command, _for_answers(self._wish), os.sep)
+        query = StartedProgram(command, _for_answers(self._request), os.sep)
         with self._lock:
             self._query, cancelled = query, self._cancelled
         query.end_by(time.monotonic() + (0 if cancelled else _ANSWER_SECONDS))
@@ -264,7 +266,7 @@ class SlurmAllocation:
         if not self._steps:
             self._add_step(program, range(len(self._hosts)))
             return ""
-        running = {each.place for each in self.fates() if each.running}
+        running = {each.place for each in self.statuses() if each.running}
         for place in range(len(self._hosts)):
             if place not in running:
                 self._add_step(program, [place])
@@ -281,19 +283,19 @@ class SlurmAllocation:
         )
         # In a step of one node each node is the first.
         environ = self._of_steps if len(places) > 1 else {**self._of_steps, PLACE: str(places[0])}
-        command = ("srun", *words, self._wish.python, *program.arguments)
-        step = SlurmStep(places, hosts, StartedProgram(command, environ, self._wish.cwd, program.stdin))
+        command = ("srun", *words, self._request.python, *program.arguments)
+        step = SlurmStep(places, hosts, StartedProgram(command, environ, self._request.cwd, program.stdin))
         with self._lock:
             self._steps.append(step)
             cancelled = self._cancelled
         if cancelled:  # meanwhile, by another thread
             end_all([step.srun])
 
-    def fates(self) -> tuple[NodeFate, ...]:
+    def statuses(self) -> tuple[ProgramStatus, ...]:
         """Return the state of each program."""
         with self._lock:
             steps = tuple(self._steps)
-        latest = {fate.place: fate for step in steps for fate in step.fates()}
+        latest = {program.place: program for step in steps for program in step.statuses()}
         return tuple(latest[place] for place in sorted(latest))
 
     def cancel(self) -> None:
@@ -317,10 +319,10 @@ class SlurmAllocation:
     def _scancel(self) -> None:
         """Cancel the job, again where Slurm refuses, as it does while its controller restarts."""
         deadline = time.monotonic() + _SCANCEL_SECONDS
-        while not self.given_back and (left := deadline - time.monotonic()) > 0:
+        while not self.released and (left := deadline - time.monotonic()) > 0:
             try:
-                _run(self._wish, *_scancel(self._wish), seconds=left)
-                self.given_back = True
+                _run(self._request, *_scancel(self._request), seconds=left)
+                self.released = True
             except (OSError, subprocess.SubprocessError):
                 time.sleep(_SCANCEL_AGAIN_SECONDS)
 
@@ -333,21 +335,21 @@ class SlurmStep:
         self._wordless: dict[int, float] = {}
         """Tasks that have ended and of which nothing is printed: since when (monotonic)."""
 
-    def fates(self) -> Iterator[NodeFate]:
+    def statuses(self) -> Iterator[ProgramStatus]:
         """Yield the state of its tasks, from what srun prints about them."""
         code = self.srun.exitcode
         printed = self.srun.printed()
         ended = ends_of_tasks(printed, self.hosts)
-        said = {int(found["task"]): found["text"] for found in _SAID.finditer(printed)}
+        lines = {int(found["task"]): found["text"] for found in _LABELLED_LINES.finditer(printed)}
         for task, (place, host) in enumerate(zip(self.places, self.hosts, strict=True)):
             if code is None and task not in ended:
-                yield NodeFate(host, place, running=True, words=doing(said.get(task, "")))
+                yield ProgramStatus(host, place, running=True, words=doing(lines.get(task, "")))
                 continue
             words = words_of_task(printed, task, host)
             if not words and code is None and self._awaits_words(task):
-                yield NodeFate(host, place, running=True)
+                yield ProgramStatus(host, place, running=True)
             else:
-                yield NodeFate(host, place, running=False, exitcode=ended.get(task, code), words=words)
+                yield ProgramStatus(host, place, running=False, exitcode=ended.get(task, code), words=words)
 
     def _awaits_words(self, task: int) -> bool:
         """Whether an ended task's words may still come: srun may print its end first."""
@@ -398,13 +400,13 @@ class SlurmEngine(Engine):
     name: ClassVar[str] = "slurm"
 
     @staticmethod
-    def check(wish: Wish) -> None:
+    def check(request: NodeRequest) -> None:
         """Raise `OptionError` for options that nblaunch sets itself, and for missing Slurm programs."""
-        if refused := refused_word(wish.words):
+        if refused := refused_word(request.words):
             msg = f"--slurm has an option that nblaunch sets itself: {refused}."
             raise OptionError(msg)
         for each in _PROGRAMS:
-            if shutil.which(each, path=wish.environ.get("PATH")) is None:
+            if shutil.which(each, path=request.environ.get("PATH")) is None:
                 msg = (
                     f"--on slurm needs {each}, which is not on the PATH. Load the cluster's module, or "
                     "apt-get install slurm-client."
@@ -412,75 +414,75 @@ class SlurmEngine(Engine):
                 raise OptionError(msg, kind=FailureKind.NOT_INSTALLED)
 
     @staticmethod
-    def address(wish: Wish) -> str:
+    def address(request: NodeRequest) -> str:
         """Return the address of this machine on the way to the nodes."""
-        job = wish.environ.get("SLURM_JOB_NODELIST")
-        of_job = ("-n", job) if surrounding_job(wish.environ, wish.words) and job else ()
+        job = request.environ.get("SLURM_JOB_NODELIST")
+        of_job = ("-n", job) if surrounding_job(request.environ, request.words) and job else ()
         try:
-            answer = _run(wish, "sinfo", "-h", "-N", *of_job, "-o", "%o", seconds=_SINFO_SECONDS)
+            answer = _run(request, "sinfo", "-h", "-N", *of_job, "-o", "%o", seconds=_SINFO_SECONDS)
         except (OSError, subprocess.SubprocessError):
             answer = ""
         return own_address(list(dict.fromkeys(answer.split()))[:_TRIED_HOSTS])
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:
+    def at_end(request: NodeRequest) -> tuple[str, ...]:
         """Return the command that cancels the job by its name, since there is no job id yet."""
-        if surrounding_job(wish.environ, wish.words):
+        if surrounding_job(request.environ, request.words):
             return ()
-        kept = (f"{name}={wish.environ[name]}" for name in _FOR_AT_END if name in wish.environ)
-        return (*kept, *_scancel(wish))
+        kept = (f"{name}={request.environ[name]}" for name in _FOR_AT_END if name in request.environ)
+        return (*kept, *_scancel(request))
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:
+    def ask(request: NodeRequest) -> Allocation:
         """Ask for an allocation, or take that of the caller."""
-        return SlurmAllocation(wish)
+        return SlurmAllocation(request)
 
 
-def _salloc(wish: Wish) -> tuple[str, ...]:
-    count = str(wish.most) if wish.least == wish.most else f"{wish.least}-{wish.most}"
+def _salloc(request: NodeRequest) -> tuple[str, ...]:
+    count = str(request.most) if request.least == request.most else f"{request.least}-{request.most}"
     # A CPU for each rank: a single task would get one. The user's options come last, and win.
-    own = isinstance(wish.nproc, int) and not any("cpus-per-" in each for each in wish.words)
-    cpus = ("-c", str(wish.nproc)) if own else ()
+    own = isinstance(request.nproc, int) and not any("cpus-per-" in each for each in request.words)
+    cpus = ("-c", str(request.nproc)) if own else ()
     # Without a word on tasks a node has one, and of a range as many nodes as there are are granted.
     # Where the others go on without a node, its failure does not end the job.
-    nodes = ("-N", count, *cpus, *(("--no-kill",) if wish.least < wish.most else ()))
-    return ("salloc", "--no-shell", "-J", wish.name, *nodes, *wish.words)
+    nodes = ("-N", count, *cpus, *(("--no-kill",) if request.least < request.most else ()))
+    return ("salloc", "--no-shell", "-J", request.name, *nodes, *request.words)
 
 
-def _scancel(wish: Wish) -> tuple[str, ...]:
-    return ("scancel", "-Q", "--name", wish.name, "-u", str(os.getuid()))
+def _scancel(request: NodeRequest) -> tuple[str, ...]:
+    return ("scancel", "-Q", "--name", request.name, "-u", str(os.getuid()))
 
 
-def _environ(wish: Wish) -> dict[str, str]:
+def _environ(request: NodeRequest) -> dict[str, str]:
     """Return the environment of Slurm's programs, which names the caller's job by its id alone.
 
     Slurm would take other variables of a job or a step for options.
     """
-    around = surrounding_job(wish.environ, wish.words)
+    around = surrounding_job(request.environ, request.words)
     job = {_JOB: around} if around else {}
-    return {name: value for name, value in wish.environ.items() if not _OF_A_JOB.fullmatch(name)} | job
+    return {name: value for name, value in request.environ.items() if not _OF_A_JOB.fullmatch(name)} | job
 
 
-def _for_answers(wish: Wish) -> dict[str, str]:
+def _for_answers(request: NodeRequest) -> dict[str, str]:
     # Times as numbers: the caller's time zone may differ.
-    return {**_environ(wish), "SLURM_TIME_FORMAT": "%s"}
+    return {**_environ(request), "SLURM_TIME_FORMAT": "%s"}
 
 
-def _expanded(wish: Wish, nodes: str) -> tuple[str, ...]:
+def _expanded(request: NodeRequest, nodes: str) -> tuple[str, ...]:
     """Return the names of hosts that Slurm has in short: h[1-3]."""
     if not re.search(r"[\[,]", nodes):
         return (nodes,)
-    return tuple(_answer(wish, "scontrol", "show", "hostnames", nodes).split())
+    return tuple(_answer(request, "scontrol", "show", "hostnames", nodes).split())
 
 
-def _answer(wish: Wish, *command: str) -> str:
-    return _run(wish, *command, seconds=_ANSWER_SECONDS)
+def _answer(request: NodeRequest, *command: str) -> str:
+    return _run(request, *command, seconds=_ANSWER_SECONDS)
 
 
-def _run(wish: Wish, *command: str, seconds: float) -> str:
+def _run(request: NodeRequest, *command: str, seconds: float) -> str:
     return subprocess.run(  # noqa: S603 - Slurm's programs, as the caller finds them
         command,
-        env=_for_answers(wish),
+        env=_for_answers(request),
         cwd=os.sep,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -490,5 +492,5 @@ def _run(wish: Wish, *command: str, seconds: float) -> str:
     ).stdout
 
 
-def _silent(said: EngineSaid, why: str) -> EngineSaid:
-    return replace(said, reason=f"Slurm does not answer: {last_lines(why).partition(chr(10))[0]}")
+def _silent(status: EngineStatus, why: str) -> EngineStatus:
+    return replace(status, reason=f"Slurm does not answer: {last_lines(why).partition(chr(10))[0]}")

@@ -12,7 +12,7 @@ from typing import ClassVar
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 from nblaunch.host.join import PLACE
-from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, Wish, own_address
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, own_address
 from nblaunch.nodes.process import ProgramPerNode
 
 _PROGRAM = "NBLAUNCH_SSH"
@@ -35,19 +35,19 @@ class SshAllocation(ProgramPerNode):
 
     def command(self, place: int, program: NodeProgram) -> Sequence[str]:
         """Return ssh's command line; the remote command is one word, which the host's shell splits."""
-        remote = ["env", f"{PLACE}={place}", self.wish.python, *program.arguments]
-        return (*_ssh(self.wish), *_OPTIONS, *_to(self.hosts[place]), f"exec {shlex.join(remote)}")
+        remote = ["env", f"{PLACE}={place}", self.request.python, *program.arguments]
+        return (*_ssh(self.request), *_OPTIONS, *_to(self.hosts[place]), f"exec {shlex.join(remote)}")
 
     def hint(self, place: int, exitcode: int, words: str) -> str:
         """Return what to do where ssh itself has failed, or the host has no such Python."""
         if exitcode == _SSH_FAILED and not words:
             return "It was killed there, or the connection was lost."
         if exitcode == _SSH_FAILED:
-            trial = shlex.join([*_ssh(self.wish), *_to(self.hosts[place]), "true"])
+            trial = shlex.join([*_ssh(self.request), *_to(self.hosts[place]), "true"])
             # Not with BatchMode, in which ssh asks neither for a password nor whether a host's key is right.
             return f"Run this in a terminal until it succeeds without asking anything: {trial}"
         if exitcode in _NO_PROGRAM:
-            return f"The host cannot run {self.wish.python}. Give its Python with --node-python."
+            return f"The host cannot run {self.request.python}. Give its Python with --node-python."
         return ""
 
 
@@ -57,31 +57,31 @@ class SshEngine(Engine):
     name: ClassVar[str] = "ssh"
 
     @staticmethod
-    def check(wish: Wish) -> None:
+    def check(request: NodeRequest) -> None:
         """Raise `OptionError` where there is no ssh."""
-        program = _ssh(wish)[0]
-        if shutil.which(program, path=wish.environ.get("PATH")) is None:
+        program = _ssh(request)[0]
+        if shutil.which(program, path=request.environ.get("PATH")) is None:
             msg = f"--on ssh needs {program}, which is not on the PATH. Run apt-get install openssh-client."
             raise OptionError(msg, kind=FailureKind.NOT_INSTALLED)
 
     @staticmethod
-    def address(wish: Wish) -> str:
+    def address(request: NodeRequest) -> str:
         """Return the address of this machine on the way to the first host."""
-        return own_address(_addresses(wish))
+        return own_address(_addresses(request))
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
+    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
         """Return (): the keeper ends ssh, and a node ends with its connection."""
         return ()
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:
+    def ask(request: NodeRequest) -> Allocation:
         """Grant them."""
-        return SshAllocation(wish, wish.argument.split(","))
+        return SshAllocation(request, request.argument.split(","))
 
 
-def _ssh(wish: Wish) -> list[str]:
-    return shlex.split(wish.environ.get(_PROGRAM, "")) or ["ssh"]
+def _ssh(request: NodeRequest) -> list[str]:
+    return shlex.split(request.environ.get(_PROGRAM, "")) or ["ssh"]
 
 
 def _to(host: str) -> list[str]:
@@ -103,15 +103,15 @@ def _parts(host: str) -> Mapping[str, str]:
     return {"user": "", "six": "", "name": host, "port": ""} if found is None else found.groupdict("")
 
 
-def _addresses(wish: Wish) -> Iterator[str]:
+def _addresses(request: NodeRequest) -> Iterator[str]:
     """Yield what the first hosts are called on the network: the user's configuration may have other names."""
-    for host in wish.argument.split(",")[:2]:
+    for host in request.argument.split(",")[:2]:
         parts = _parts(host)
         try:
             asked = subprocess.run(  # noqa: S603 - the user's own ssh, which connects to nobody here
-                [*_ssh(wish), "-G", *_to(host)],
-                env=wish.environ,
-                cwd=wish.cwd,
+                [*_ssh(request), "-G", *_to(host)],
+                env=request.environ,
+                cwd=request.cwd,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

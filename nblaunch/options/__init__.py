@@ -23,9 +23,9 @@ Names and meanings are those of torchrun wherever torchrun has the option.
 
 Modules, each after those that it imports:
 
-    kinds     what a value may be: numbers, seconds, choices, endpoints, variables; one `Kind` for each
-    table     one row and its columns; lookup of the nearest name; the table as Markdown and as help
-    launch    `LaunchOptions`, the table itself
-    line      a magic's line, parsed by argparse; its help and its completion; the torchrun command that
-              starts a script with the same options
+    kinds         what a value may be: numbers, seconds, choices, endpoints, variables; one `Kind` for each
+    table         one row and its columns; lookup of the nearest name; the table as Markdown and as help
+    launch        `LaunchOptions`, the table itself
+    command_line  a magic's line, parsed by argparse; its help and its completion; the torchrun command that
+                  starts a script with the same options
 """

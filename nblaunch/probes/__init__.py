@@ -11,7 +11,7 @@ Modules, each after those that it imports:
 
     held          what the rank holds when it runs out of memory: the largest tensors, with names
     steps         the training step that the rank is in
-    metrics       the numbers that it logs; a GPU is not waited for
+    rank_metrics  the numbers that it logs; a GPU is not waited for
     loggers       points out of what transformers, Lightning and tqdm log
     sites         where the user's code is, for a probe that torch calls
     collectives   every collective of this process, before it begins

@@ -100,7 +100,7 @@ class Contents:
         return self.entries[places[index]] if index < len(places) else None
 
     def shown(self, domain: tuple[int, ...], entry: ListedPart) -> EntryShown:
-        """Return what is said of an entry."""
+        """Return the notes on an entry."""
         part, tensor = entry.part, entry.part.tensor
         known = digest(part.content) if domain == ALL else self._own(entry)
         path, head = _clipped(entry.path, _PATH), _clipped(part.head, 2 * _SHOWN)

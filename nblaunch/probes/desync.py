@@ -52,11 +52,11 @@ _READ_AGAIN = 50
 _READ_SECONDS = 0.002
 # Others that are on their way to the same collective are named, too.
 _OTHERS_SECONDS = 0.25
-_OTHERS_LOOK_SECONDS = 0.005
+_OTHERS_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Announced:
     """What one rank calls, and where: the lines of its stack, the innermost last."""
 
     words: str
@@ -118,14 +118,14 @@ class RowsOfRanks:
                     return True
         return False
 
-    def said(self, head: bytes, slot: int, ranks: Sequence[int]) -> dict[int, tuple[bytes, Said]]:
+    def announced(self, head: bytes, slot: int, ranks: Sequence[int]) -> dict[int, tuple[bytes, Announced]]:
         """Return what the ranks that are in the same collective have written: signatures, and words."""
         found = {}
         for rank in ranks:
             whole = self._whole(rank * _ROW_BYTES + slot * _SLOT_BYTES, head[:_SAME_COLLECTIVE])
             if whole is not None:
                 words, _, stack = whole[_TEXT_AT:].decode("utf-8", "replace").partition("\n")
-                found[rank] = whole[: _HEAD.size], Said(words, stack)
+                found[rank] = whole[: _HEAD.size], Announced(words, stack)
         return found
 
     def _whole(self, at: int, same: bytes) -> bytes | None:
@@ -195,7 +195,7 @@ class Desync:
         if members.others and self._table.differs(head, slot, members.others):
             self._found(members, head, slot, number)
 
-    def look_elsewhere(
+    def check_elsewhere(
         self, connect: Callable[[], dist.Store], free: Callable[[tuple[int, ...]], None]
     ) -> None:
         """Compare with ranks on other machines, too, through the store that `connect` returns.
@@ -213,12 +213,12 @@ class Desync:
         self._table.close()
 
     def _found_elsewhere(self, own: BegunElsewhere, other: int, entry: BegunElsewhere) -> None:
-        said = {
-            self._rank: (own[2].encode(), Said(own[3], own[4])),
-            other: (entry[2].encode(), Said(entry[3], entry[4])),
+        announced = {
+            self._rank: (own[2].encode(), Announced(own[3], own[4])),
+            other: (entry[2].encode(), Announced(entry[3], entry[4])),
         }
         name = self._names.get(own[0], "a group")
-        self.found = difference(name, own[1], self._step(), said)
+        self.found = difference(name, own[1], self._step(), announced)
         if self._warn is not None:
             self._warn(str(self.found).partition("\n")[0])
 
@@ -273,52 +273,52 @@ class Desync:
         return found
 
     def _found(self, members: Members, head: bytes, slot: int, number: int) -> None:
-        said = self._table.said(head, slot, members.ranks)
+        announced = self._table.announced(head, slot, members.ranks)
         if self._warn is None:
             until = time.monotonic() + _OTHERS_SECONDS
-            while len(said) < len(members.ranks) and time.monotonic() < until:
-                time.sleep(_OTHERS_LOOK_SECONDS)
-                said |= self._table.said(head, slot, members.ranks)
+            while len(announced) < len(members.ranks) and time.monotonic() < until:
+                time.sleep(_OTHERS_POLL_SECONDS)
+                announced |= self._table.announced(head, slot, members.ranks)
         step = self._step()
-        found = difference(members.name, number, step, said)
+        found = difference(members.name, number, step, announced)
         if self._warn is None:
             raise found
-        told = tuple(sorted({f"{each.words} {each.nearest}" for _, each in said.values()}))
+        told = tuple(sorted({f"{each.words} {each.nearest}" for _, each in announced.values()}))
         if told not in self._told:
             self._told.add(told)
             self._warn(str(found).partition("\n")[0])
 
 
 def difference(
-    group: str, number: int, step: int | None, said: Mapping[int, tuple[bytes, Said]]
+    group: str, number: int, step: int | None, announced: Mapping[int, tuple[bytes, Announced]]
 ) -> DesyncError:
     """Return the error that says which ranks call what, and where."""
     alike: dict[bytes, list[int]] = {}
-    for rank, (head, _) in sorted(said.items()):
+    for rank, (head, _) in sorted(announced.items()):
         alike.setdefault(head, []).append(rank)
     parts = []
     # Most ranks first: the others are the exception.
     for ranks in sorted(alike.values(), key=lambda each: (-len(each), each)):
-        what = said[ranks[0]][1]
+        what = announced[ranks[0]][1]
         verb = "calls" if len(ranks) == 1 else "call"
         parts.append(f"{format_ranks(ranks)} {verb} {what.words}")
     where = f" in step {step}" if step is not None else ""
     lines = [
         f"collective {number + 1} of {group} differs{where}: {', but '.join(parts)}",
-        *_stacks({rank: each for rank, (_, each) in said.items()}),
+        *_stacks({rank: each for rank, (_, each) in announced.items()}),
         "All ranks of a group must call the same collectives, in the same order, with equal sizes and types.",
     ]
     return DesyncError(
         "\n".join(lines),
-        collectives={rank: each.words for rank, (_, each) in sorted(said.items())},
-        stacks={rank: each.stack for rank, (_, each) in sorted(said.items())},
+        collectives={rank: each.words for rank, (_, each) in sorted(announced.items())},
+        stacks={rank: each.stack for rank, (_, each) in sorted(announced.items())},
         step=step,
     )
 
 
-def _stacks(said: Mapping[int, Said]) -> Iterator[str]:
+def _stacks(announced: Mapping[int, Announced]) -> Iterator[str]:
     by_stack: dict[str, list[int]] = {}
-    for rank, each in sorted(said.items()):
+    for rank, each in sorted(announced.items()):
         by_stack.setdefault(each.stack, []).append(rank)
     for stack, ranks in by_stack.items():
         yield f"{format_ranks(ranks)}:"

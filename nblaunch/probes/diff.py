@@ -186,8 +186,8 @@ def diff(obj: Any, name: str, group: Any = None) -> Difference:
     answers: Mapping[int, Any] | None = None
     moved = 0
     while True:
-        said: Any = None if rounds is None else _next_round(rounds, answers, moved)
-        order = [said]
+        upcoming: Any = None if rounds is None else _next_round(rounds, answers, moved)
+        order = [upcoming]
         dist.broadcast_object_list(order, src=first, group=group)
         match order[0]:
             case Round(ranks=asked, ask=ask):

@@ -48,7 +48,7 @@ LIGHTNINGS_STEP = "_batches_that_stepped"
 """Of its loop over batches: what its own loggers get as the step."""
 
 LogPoints = Callable[[int | None, Mapping[str, object]], None]
-"""`nblaunch.probes.metrics.log`: the step, and values by name."""
+"""`nblaunch.probes.rank_metrics.log`: the step, and values by name."""
 
 Read = Callable[..., tuple[int | None, Mapping[str, object]]]
 """Called with the arguments of the wrapped method: what these say."""
@@ -129,7 +129,7 @@ class LibraryPoints:
             return False  # a child of the rank, such as a worker of a DataLoader, sends nothing
         return library != "tqdm" or caller.partition(".")[0] not in _BARS_OF_THEIR_OWN
 
-    def give(self, library: str, step: int | None, values: Mapping[str, object]) -> None:
+    def log(self, library: str, step: int | None, values: Mapping[str, object]) -> None:
         """Log the numbers among `values`."""
         values = dict(_numbers(values))
         if library != "tqdm":
@@ -202,13 +202,13 @@ class _Wrapped:
             points = _points
             if points is None or not points.reads(library, _caller()):
                 return original(*args, **keywords)
-            said = _guarded(points, library, lambda: read(*args, **keywords))
+            logged = _guarded(points, library, lambda: read(*args, **keywords))
             try:
                 return original(*args, **keywords)
             finally:
                 # After the library's own loggers and callbacks: one of them may call `nblaunch.log`.
-                if said is not None:
-                    _guarded(points, library, lambda: points.give(library, *said))
+                if logged is not None:
+                    _guarded(points, library, lambda: points.log(library, *logged))
 
         self._wrapper = wrapper
         setattr(owner, method, wrapper)

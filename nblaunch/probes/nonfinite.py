@@ -4,12 +4,12 @@
     collective          what this rank sends               before it is sent: no other rank has it yet
     optimizer.step()    the gradients                      before the parameters change
 
-A look is one sum over a tensor: it is finite if all elements are. If it is not, a slow look says what it is:
-how many elements, of which parameter or variable. An infinity counts where it spreads (losses, gradients,
+A check is one sum over a tensor: it is finite if all elements are. If it is not, a slow check tells what it
+is: how many elements, of which parameter or variable. An infinity counts where it spreads (losses, gradients,
 sums over ranks), not in a maximum or in a mask that is broadcast; a NaN counts everywhere.
 
 Nobody waits for a GPU: there the sums stay on the device, in order, and are copied to the host beside the
-work. They are read at the next look, and at the latest one optimizer step later. The error names the step in
+work. They are read at the next check, and at the latest one optimizer step later. The error names the step in
 which the sum was made, and where the user's code was.
 
 With a GradScaler, infinite gradients are its own business: it skips that step.
@@ -42,7 +42,7 @@ _OTHERS_FIRST_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What has been looked at, where, and in which step; `tensors` are empty where a GPU has looked.
+    """What has been checked, where, and in which step; `tensors` are empty where a GPU has checked.
 
     `words` name the collective, `name` the variable. `infinite` is whether infinities count.
     """
@@ -56,7 +56,7 @@ class Seen:
     in_backward: bool = False
     infinite: bool = True
     sent: bool = False
-    """Whether this rank has looked at its own part of these gradients before it was summed over ranks."""
+    """Whether this rank has checked its own part of these gradients before it was summed over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class _Awaited:
     seen: Seen
     value: torch.Tensor
     ready: Any
-    look: int
+    step_number: int
 
 
 class NonFinite:
-    """Looks, from `begin` to `end`."""
+    """Checks, from `begin` to `end`."""
 
     def __init__(
         self,
@@ -99,12 +99,12 @@ class NonFinite:
         self._in_backward = 0
         self._hook: Any = None
         self._pending: deque[_Awaited] = deque()
-        self._looks = 0
+        self._steps = 0
         self._sent = 0
-        """How many elements of gradients have been looked at in this backward pass, as they were sent."""
+        """How many elements of gradients have been checked in this backward pass, as they were sent."""
 
     def begin(self) -> None:
-        """Begin to look at losses and gradients."""
+        """Begin to check losses and gradients."""
         self._hook = optimizers.register_optimizer_step_pre_hook(self._before_step)
         self._backward = torch.autograd.backward
         torch.autograd.backward = self._watched_backward
@@ -124,44 +124,44 @@ class NonFinite:
 
     def _watched_backward(self, *arguments: Any, **keywords: Any) -> Any:
         roots = arguments[0] if arguments else keywords.get("tensors")
-        self._guarded(lambda: self._look_at_loss(roots))
+        self._guarded(lambda: self._check_loss(roots))
         self._in_backward += 1
         try:
             return self._backward(*arguments, **keywords)
         finally:
             self._in_backward -= 1
 
-    def _look_at_loss(self, roots: Any) -> None:
+    def _check_loss(self, roots: Any) -> None:
         given = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots or ())
-        self._look([each for each in given if isinstance(each, torch.Tensor)], kind=_LOSS)
+        self._check([each for each in given if isinstance(each, torch.Tensor)], kind=_LOSS)
 
     def __call__(self, call: Call) -> None:
-        """Look at what this rank is about to send."""
+        """Check what this rank is about to send."""
         tensors = [each for each in call.sent() if each.is_floating_point() or each.is_complex()]
         if tensors:
             if self._in_backward and call.sums:
                 self._sent += sum(each.numel() for each in tensors)
-            self._look(tensors, kind=_COLLECTIVE, words=call.form.name, infinite=call.sums)
+            self._check(tensors, kind=_COLLECTIVE, words=call.form.name, infinite=call.sums)
 
     def _before_step(self, optimizer: Any, _arguments: Any, _keywords: Any) -> None:
-        self._guarded(lambda: self._look_at_gradients(optimizer))
+        self._guarded(lambda: self._check_gradients(optimizer))
 
-    def _look_at_gradients(self, optimizer: Any) -> None:
+    def _check_gradients(self, optimizer: Any) -> None:
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer, which skips the step itself
         gradients = [
             each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None
         ]
         sent, self._sent = self._sent, 0
-        self._read(wait=True, before=self._looks)
-        # DDP has sent them all: each rank has looked at its own part of the sum.
+        self._read(wait=True, before=self._steps)
+        # DDP has sent them all: each rank has checked its own part of the sum.
         if gradients and sum(each.numel() for each in gradients) > sent:
-            self._look(gradients, kind=_GRADIENT, sent=sent > 0)
-        self._looks += 1
+            self._check(gradients, kind=_GRADIENT, sent=sent > 0)
+        self._steps += 1
 
-    # --- looking -------------------------------------------------------------------------------------
+    # --- checking ------------------------------------------------------------------------------------
 
-    def _look(self, tensors: Sequence[torch.Tensor], **more: Any) -> None:
+    def _check(self, tensors: Sequence[torch.Tensor], **more: Any) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for each in tensors:
             plain = _plain(each)
@@ -176,19 +176,19 @@ class NonFinite:
         if self._pending:
             self._read(wait=False)
 
-    def _seen(self, looked_at: Sequence[torch.Tensor], more: dict[str, Any], **others: Any) -> Seen:
+    def _seen(self, checked: Sequence[torch.Tensor], more: dict[str, Any], **others: Any) -> Seen:
         named = more["kind"] == _LOSS or bool(others)
         return Seen(
             step=self._step(),
             place=self._sites.place(),
             in_backward=self._in_backward > 0,
-            name=self._variable(looked_at[0]) if named else "",
+            name=self._variable(checked[0]) if named else "",
             **more,
             **others,
         )
 
     def _ask(self, tensors: Sequence[torch.Tensor], device: torch.device, more: dict[str, Any]) -> None:
-        """Have the GPU look: the answer is copied to the host behind the work that computes it."""
+        """Have the GPU check: the answer is copied to the host behind the work that computes it."""
         seen = self._seen(tensors, more)
         with torch.no_grad():
             answer = _sum(tensors) if seen.infinite else _not_a_number(tensors)
@@ -196,13 +196,13 @@ class NonFinite:
             value.copy_(answer, non_blocking=True)
         ready = torch.get_device_module(device).Event()
         ready.record()
-        self._pending.append(_Awaited(seen, value, ready, self._looks))
+        self._pending.append(_Awaited(seen, value, ready, self._steps))
 
     def _read(self, *, wait: bool, before: int | None = None) -> None:
-        """Read the answers that are there; with `wait` all, or those of looks `before` an optimizer step."""
+        """Read the answers that are there; with `wait` all, or those of checks `before` an optimizer step."""
         while self._pending:
             first = self._pending[0]
-            if wait and (before is None or first.look < before):
+            if wait and (before is None or first.step_number < before):
                 first.ready.synchronize()
             elif not first.ready.query():
                 return
@@ -216,7 +216,7 @@ class NonFinite:
     def _judge(self, seen: Seen, *, nan: bool = True) -> None:
         """Raise, or warn, if elements are not finite: a sum may be infinite because it is too large.
 
-        `nan` is what a GPU has said of tensors that are gone.
+        `nan` is what a GPU has reported of tensors that are gone.
         """
         with torch.no_grad():
             found = self._of_parameters(seen) if seen.kind == _GRADIENT or seen.in_backward else None

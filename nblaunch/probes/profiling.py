@@ -47,7 +47,7 @@ _MOST_INTERVALS = 100_000
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.03
 _DRAIN_AT = 96
 """Collectives since the last drain: the recorder of a rank has 256, unless the user set another size."""
-_LOOKS, _LOOK_SECONDS = 24, 1.0
+_CLOCK_SAMPLES, _CLOCK_SECONDS = 24, 1.0
 _GAP = 20_000
 """Nanoseconds: operators that are not further apart count as one piece of work, with the Python between."""
 _SLACK = 20_000
@@ -64,8 +64,8 @@ _BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float
 _BYTES |= {"Half": 2, "BFloat16": 2, "Short": 2}
 _DUMP = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
 
-Look = list[tuple[int, int, int]]
-AskClock = Callable[[int, float], Look]
+ClockSamples = list[tuple[int, int, int]]
+AskClock = Callable[[int, float], ClockSamples]
 SendProfile = Callable[[bytes, bytes], None]
 
 
@@ -175,13 +175,13 @@ class Profiling:
         self._marks: list[tuple[int | None, int]] = []
         self._began = self._ended = 0
         self._warnings: list[str] = []
-        self._clocks: list[Look] = []
+        self._clocks: list[ClockSamples] = []
         self._limit: _Limit | None = None
 
     def __enter__(self) -> None:
         """Begin, unless it begins with a step."""
         with self._harmless():
-            self._clocks.append(self._ask_clock(_LOOKS, _LOOK_SECONDS))
+            self._clocks.append(self._ask_clock(_CLOCK_SAMPLES, _CLOCK_SECONDS))
             self._collectives = _Collectives()
             steps.listen(self._stepped)
             self._limit = _Limit(MOST_SECONDS, self._too_long)
@@ -209,7 +209,7 @@ class Profiling:
         """Make of any exception a warning: a profile that fails must not fail the job."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - as said
+        except Exception as error:  # noqa: BLE001 - as above
             warnings.warn(f"the profile failed: {type(error).__name__}: {error}", stacklevel=2)
 
     def _stepped(self, number: int | None) -> None:
@@ -267,7 +267,7 @@ class Profiling:
                 self._stop()
 
     def _finish(self) -> None:
-        self._clocks.append(self._ask_clock(_LOOKS, _LOOK_SECONDS))
+        self._clocks.append(self._ask_clock(_CLOCK_SAMPLES, _CLOCK_SECONDS))
         clock = HubClock(self._clocks)
         recorded = self._collectives.end() if self._collectives is not None else []
         recorded = [each for each in recorded if self._began <= each.time_created_ns <= self._ended]
@@ -392,13 +392,13 @@ _alive: deque[_Limit] = deque()
 class HubClock:
     """A rank's clock against the hub's: measured before and after, and in between on a straight line."""
 
-    def __init__(self, looks: Iterable[Look]) -> None:
-        """Each look is a list of (asked, hub's time, answered); of each the quickest answer counts."""
+    def __init__(self, clocks: Iterable[ClockSamples]) -> None:
+        """Each sample is a list of (asked, hub's time, answered); of each the quickest answer counts."""
         self._points: list[tuple[int, int]] = []
         errors = []
-        for look in looks:
-            if look:
-                asked, there, here = min(look, key=lambda each: each[2] - each[0])
+        for samples in clocks:
+            if samples:
+                asked, there, here = min(samples, key=lambda each: each[2] - each[0])
                 middle = (asked + here) // 2
                 self._points.append((middle, there - middle))
                 errors.append((here - asked) / 2e9)

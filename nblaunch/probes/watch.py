@@ -57,7 +57,7 @@ class Watch:
     def __init__(
         self, wanted: tuple[str, ...], titles: Mapping[str, str], tell: Callable[[str], None]
     ) -> None:
-        """`tell` sends a remark that does not end the run."""
+        """`tell` sends a notice that does not end the run."""
         self._wanted = {what: manner for what, _, manner in (each.partition(":") for each in wanted)}
         self._tell = tell
         self._sites = Sites(titles)
@@ -68,11 +68,11 @@ class Watch:
         self._broken = False
 
     def begin(self, job: str, directory: Path, attempt: int, elsewhere: Elsewhere | None = None) -> None:
-        """Install what is wanted; what cannot be is said in a remark."""
+        """Install what is wanted; what cannot be is a notice."""
         if "desync" in self._wanted:
             self._installed("desync", lambda: self._begin_desync(job, directory, attempt))
             if elsewhere is not None and self._desync is not None:
-                self._desync.look_elsewhere(*elsewhere)
+                self._desync.check_elsewhere(*elsewhere)
         if "nan" in self._wanted:
             self._nan = NonFinite(self._sites, self._steps.number, self._teller("nan"), self._guarded)
             self._installed("nan", self._nan.begin)
@@ -124,12 +124,12 @@ class Watch:
         if self._desync is not None:
             self._desync(call)
 
-    def _guarded(self, look: Callable[[], None]) -> None:
-        """Look; a look that fails for a reason of its own ends the watch, and not the job."""
+    def _guarded(self, check: Callable[[], None]) -> None:
+        """Run a check; one that fails for a reason of its own ends the watch, and not the job."""
         if self._broken:
             return
         try:
-            look()
+            check()
         except _FOUND:
             raise
         except Exception as error:  # noqa: BLE001 - whatever torch raises
@@ -151,7 +151,7 @@ def watching(  # noqa: PLR0913 - what it watches, and where
     """Watch what runs within the block.
 
     `job` is the same on all ranks, and in no other job. `directory` is the worker group's own on this
-    machine, `titles` maps file names of cells to what the reader calls them. `tell` sends a remark.
+    machine, `titles` maps file names of cells to what the reader calls them. `tell` sends a notice.
     `elsewhere` is given if there are other machines.
     """
     watch = Watch(wanted, titles, tell)

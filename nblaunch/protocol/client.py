@@ -27,7 +27,7 @@ from nblaunch.protocol.messages import (
     Asked,
     CodeManifest,
     Dispatch,
-    EngineSaid,
+    EngineStatus,
     Names,
     Offsets,
     Prepare,
@@ -35,7 +35,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 7
+CLIENT_PROTOCOL = 8
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""
@@ -113,7 +113,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as its client gives it.
+    """A job as its client submits it.
 
     `number` is unique in the runtime: the client chooses it. `state` is the initial `RunState`, encoded.
     `dispatches` are the messages to ranks; that without ranks is for all that have none of their own.
@@ -130,8 +130,8 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Whether ranks are measured while it runs."""
     code: CodeManifest | None = None
     """The notebook's own modules, for ranks on other machines."""
-    look: bool = False
-    """It only looks into a rank: a client that watches may give it, and the jobs of others wait for it."""
+    query: bool = False
+    """It only queries a rank: a client that watches may submit it, and the jobs of others wait for it."""
 
 
 class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
@@ -232,7 +232,7 @@ class SessionRecord(msgspec.Struct, frozen=True):
     backend: str = ""
     attempt: int = 0
     ranks: tuple[RankStatus, ...] = ()
-    engine: EngineSaid | None = None
+    engine: EngineStatus | None = None
     detached: bool = False
     started: float = 0.0
     running: str = ""
@@ -316,7 +316,7 @@ class Done(AnswerToClient, frozen=True):
     """It has been done."""
 
 
-class Given(AnswerToClient, frozen=True):
+class Submitted(AnswerToClient, frozen=True):
     """The ranks have the job, or get it once they are ready."""
 
 
@@ -339,9 +339,9 @@ class Opened(AnswerToClient, frozen=True):
     names: tuple[Names, ...] = ()
     """The variables that its ranks have."""
     held_by: ClientRecord | None = None
-    """Another client, which gives the jobs: this one watches."""
+    """Another client, the owner: this one watches."""
     watches_only: str = ""
-    """Why this client may give no job, if it may not."""
+    """Why this client may not submit jobs, if it may not."""
 
 
 class JobSnapshot(AnswerToClient, frozen=True):
@@ -356,7 +356,7 @@ class JobSnapshot(AnswerToClient, frozen=True):
     """Until its end: the log files by attempt; those of ranks that go on end where the state does."""
 
 
-class Looked(AnswerToClient, frozen=True):
+class StacksReport(AnswerToClient, frozen=True):
     """Where ranks are."""
 
     report: HangReport
@@ -442,10 +442,10 @@ class OpenRanks(Request[Opened], frozen=True):
     environment: NodeEnvironment | None = None
 
 
-class GiveJob(Request[Given | Stale], frozen=True):
-    """Give ranks a job; the answer is `Stale` if they are not those of `attempt`.
+class SubmitJob(Request[Submitted | Stale], frozen=True):
+    """Submit a job to ranks; the answer is `Stale` if they are not those of `attempt`.
 
-    Where no client gives jobs, this one does from now on.
+    Where the session has no owner, this client is it from now on.
     """
 
     session: str
@@ -466,13 +466,13 @@ class UnwatchJob(Request[Done], frozen=True):
 
 
 class InterruptJob(Request[Done], frozen=True):
-    """Interrupt a job; the second time, end its ranks. One that was not given yet never begins."""
+    """Interrupt a job; the second time, end its ranks. One that was not submitted yet never begins."""
 
     job: int
 
 
 class InterruptSession(Request[Done], frozen=True):
-    """Interrupt the job of a session, once; refused while another client gives it jobs."""
+    """Interrupt the job of a session, once; refused while another client owns it."""
 
     session: str
 
@@ -494,13 +494,13 @@ class CloseSession(Request[Done], frozen=True):
 class RestartSession(Request[Done], frozen=True):
     """Replace a session's ranks; answered once the agent starts others.
 
-    Refused while another client gives it jobs.
+    Refused while another client owns it.
     """
 
     session: str
 
 
-class LookAtRanks(Request[Looked], frozen=True):
+class StacksOf(Request[StacksReport], frozen=True):
     """Ask where a session's ranks are, at most `seconds`."""
 
     session: str
@@ -532,7 +532,7 @@ class LateOf(Request[LateWarnings], frozen=True):
 
 
 class AttachSession(Request[Opened], frozen=True):
-    """Follow a session, and give it jobs unless another client does; with `take` in its place."""
+    """Follow a session, and own it unless another client does; with `take` in its place."""
 
     session: str = ""
     take: bool = False
@@ -560,13 +560,13 @@ class Taken(Request[Never], frozen=True):
     job: int
 
 
-_OfJobs = GiveJob | WatchJob | UnwatchJob | InterruptJob | Reply | EventsOf | LateOf
+_OfJobs = SubmitJob | WatchJob | UnwatchJob | InterruptJob | Reply | EventsOf | LateOf
 _OfSessions = (
     OpenRanks
     | CloseSession
     | RestartSession
     | InterruptSession
-    | LookAtRanks
+    | StacksOf
     | DescribeSessions
     | ListJobs
     | AttachSession
@@ -665,14 +665,14 @@ class SessionEnded(_Unasked, frozen=True):
     why: str = ""
 
 
-class GiverChanged(_Unasked, frozen=True):
-    """The client `by` gives jobs to the session from now on, or None: the next that gives one will."""
+class OwnerChanged(_Unasked, frozen=True):
+    """The client `by` owns the session from now on, or None: the next that submits a job will."""
 
     session: str
     by: ClientRecord | None = None
 
 
-class Remark(_Unasked, frozen=True):
+class UserNotice(_Unasked, frozen=True):
     """Text for the user of this run, which is printed: how other nodes join."""
 
     text: str
@@ -687,8 +687,8 @@ RuntimeEvent = (
     | RanksReplaced
     | RanksRenumbered
     | SessionEnded
-    | GiverChanged
-    | Remark
+    | OwnerChanged
+    | UserNotice
 )
 
 

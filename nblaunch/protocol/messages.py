@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -512,8 +512,8 @@ class Asked(_OfRank, frozen=True):
     offsets: Offsets = Offsets()
 
 
-class Remarked(_OfRank, frozen=True):
-    """A probe has something to say that does not end the run: a NaN with `--watch nan:warn`."""
+class RankNotice(_OfRank, frozen=True):
+    """Notice from a probe; the run goes on: a NaN with `--watch nan:warn`."""
 
     text: str
 
@@ -614,8 +614,8 @@ class RankPlace(msgspec.Struct, frozen=True, gc=False):
     phase: Phase = Phase.FORK
 
 
-class GivenTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The job has been given to a worker group in this attempt; `ranks` are those of the job that it has."""
+class JobAssigned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The job has been assigned to a worker group in this attempt, to these `ranks` of it."""
 
     ranks: dict[int, RankPlace]
     attempt: int = 0
@@ -658,8 +658,8 @@ class EngineState(enum.StrEnum):
 _NODES_THERE = (EngineState.RUNNING, EngineState.ENDING, EngineState.ENDED)
 
 
-class EngineSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What an `engine` says of the nodes that it places: its last word counts.
+class EngineStatus(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What an `engine` reports of the nodes that it places: the last report counts.
 
     `state` is how far it is. `id` is its own name of the request (Slurm's number of the job), `hosts` are the
     hosts that it has granted. `words` and `reason` are the engine's own (`PENDING`, `Resources`), `place` is
@@ -685,7 +685,7 @@ class EngineSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class NodesJoined(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """So many of the engine's nodes are here; all else is as it said last. Names of hosts travel once."""
+    """So many of the engine's nodes are here; all else is as reported last. Names of hosts travel once."""
 
     state: EngineState
     joined: int
@@ -766,12 +766,12 @@ class JobSent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 _Progress = Hello | Entered | Started | Arrived | Finishing | Returned | Raised | Colored | Names
-_Outputs = Displayed | Cleared | Switched | Unwritten | Asked | Logged | Remarked
+_Outputs = Displayed | Cleared | Switched | Unwritten | Asked | Logged | RankNotice
 _Answers = Where | Reached | InterruptSeen | Recovered | Aborted | Preempting | Preempted
 _Insights = Profiled | ClockAsked
 FromRank = _Progress | _Outputs | _Answers | _Insights
-_OfTheJob = AttemptStarted | GivenTo | JobSent | RunPreempted | RunEnded
-_OfAllRanks = _OfTheJob | EngineSaid | NodesJoined | Measured | Noticed | Waiting
+_OfTheJob = AttemptStarted | JobAssigned | JobSent | RunPreempted | RunEnded
+_OfAllRanks = _OfTheJob | EngineStatus | NodesJoined | Measured | Noticed | Waiting
 AboutRank = Printed | Exited | Unreadable | Illustrated | _OfAllRanks
 
 
@@ -880,7 +880,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The notebook's own modules, where they are not at their own paths."""
     tenure: int = 0
     """How often a session has changed hands: a rank forgets the objects of those who had it before."""
-    look: bool = False
+    query: bool = False
     """Whether it changes nothing of what the notebook knows of the rank."""
     insight: Insight = Insight()
 

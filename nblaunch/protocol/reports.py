@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from nblaunch.protocol.messages import Collective, EngineSaid, FrameRecord, HeldMemory
+from nblaunch.protocol.messages import Collective, EngineStatus, FrameRecord, HeldMemory
 
 _Answer = TypeVar("_Answer", bound=Hashable)
 _GIB = 1 << 30
@@ -100,7 +100,7 @@ class HangReport:
 
 
 class LocatedAll(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Where the ranks of a job were at the last look."""
+    """Where the ranks of a job were at the last survey."""
 
     report: HangReport
 
@@ -243,17 +243,17 @@ def ranks_by_answer(answers: Mapping[int, _Answer]) -> dict[_Answer, tuple[int, 
     return {answer: tuple(ranks) for answer, ranks in found.items()}
 
 
-def awaited_nodes(said: EngineSaid, starts: str = "") -> str:
+def awaited_nodes(status: EngineStatus, starts: str = "") -> str:
     """Describe the wait for nodes in one line; `starts` is the expected start in words, in local time.
 
     >>> from nblaunch.protocol.messages import EngineState
-    >>> awaited_nodes(EngineSaid(engine="join", state=EngineState.WAITING, joined=1, wanted=2))
+    >>> awaited_nodes(EngineStatus(engine="join", state=EngineState.WAITING, joined=1, wanted=2))
     'waiting for join: 1 of 2 nodes here'
     """
-    words = " ".join(filter(None, (said.words, f"({said.reason})" if said.reason else "")))
-    request = " ".join(filter(None, (f"job {said.id}" if said.id else "", words)))
-    here = f"{said.joined} of {said.wanted} nodes here"
-    return f"waiting for {said.engine}: {', '.join(filter(None, (request, said.place, starts, here)))}"
+    words = " ".join(filter(None, (status.words, f"({status.reason})" if status.reason else "")))
+    request = " ".join(filter(None, (f"job {status.id}" if status.id else "", words)))
+    here = f"{status.joined} of {status.wanted} nodes here"
+    return f"waiting for {status.engine}: {', '.join(filter(None, (request, status.place, starts, here)))}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -347,11 +347,11 @@ def session_ended(name: str, why: str = "") -> str:
     return f"session {name!r} has ended{because}. Start another one (%distributed start)."
 
 
-def session_busy(name: str, *, looked_at_by: str = "") -> str:
-    """Return the text of the error for a session that runs a job, or whose ranks a client looks into."""
-    if looked_at_by:
+def session_busy(name: str, *, queried_by: str = "") -> str:
+    """Return the text of the error for a session that runs a job, or whose ranks a client queries."""
+    if queried_by:
         return (
-            f"session {name!r} takes one job at a time. {looked_at_by} looks into its ranks (inspect, diff, "
+            f"session {name!r} takes one job at a time. {queried_by} looks into its ranks (inspect, diff, "
             "completion), and that look goes on although it was interrupted. Wait for its end, or use fresh "
             "ranks (--fresh)."
         )

@@ -21,15 +21,15 @@ from nblaunch.protocol.messages import (
     Cleared,
     Colored,
     Displayed,
-    EngineSaid,
+    EngineStatus,
     Entered,
     Exited,
     FailureRecord,
     Finishing,
     FromRank,
-    GivenTo,
     Hello,
     Illustrated,
+    JobAssigned,
     JobSent,
     Logged,
     Measured,
@@ -41,9 +41,9 @@ from nblaunch.protocol.messages import (
     Printed,
     Profiled,
     Raised,
+    RankNotice,
     RankPlace,
     Reached,
-    Remarked,
     Returned,
     RunEnded,
     RunPreempted,
@@ -88,7 +88,7 @@ _FAILING = (State.FAILED, State.LOST)
 
 
 _NOTICES = 20
-REMARK_CHARACTERS = 2000
+NOTICE_CHARACTERS = 2000
 _LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
 
@@ -219,11 +219,11 @@ class RunState(msgspec.Struct, frozen=True):
     earlier: tuple[AttemptState, ...] = ()
     notices: tuple[str, ...] = ()
     hang: HangReport | None = None
-    """Where the ranks were at the last look."""
+    """Where the ranks were at the last survey."""
     doing: str = ""
     """What all ranks do after they have ended the job, before it is over for the user."""
-    engine: EngineSaid | None = None
-    """What was last said of the nodes, where an engine places them."""
+    engine: EngineStatus | None = None
+    """What was last reported of the nodes, where an engine places them."""
     preempted: str = ""
     """Why its nodes are taken back, once its ranks save because of that."""
     backend: str = ""
@@ -341,9 +341,9 @@ def advance(state: RunState, message: Message) -> RunState:
     match message:
         case AttemptStarted():
             return _next_attempt(state, message)
-        case EngineSaid() | NodesJoined():
+        case EngineStatus() | NodesJoined():
             return _placed(state, message)
-        case Noticed() | LocatedAll() | RunPreempted() | Illustrated() | Logged() | Remarked():
+        case Noticed() | LocatedAll() | RunPreempted() | Illustrated() | Logged() | RankNotice():
             return _noted(state, message)
         case JobSent():
             return _job_sent(state, message)
@@ -352,10 +352,10 @@ def advance(state: RunState, message: Message) -> RunState:
         case Waiting():
             return _waiting(state, message)
         case RunEnded():
-            ranks = {rank: _give_up(known, message) for rank, known in state.ranks.items()}
+            ranks = {rank: _end_unfinished(known, message) for rank, known in state.ranks.items()}
             return replace(state, ranks=ranks)
-        case GivenTo():
-            return _given_to(state, message)
+        case JobAssigned():
+            return _assigned(state, message)
         case _:
             known = state.ranks.get(message.rank)
             if known is None:
@@ -366,10 +366,10 @@ def advance(state: RunState, message: Message) -> RunState:
             return replace(state, ranks=_changed(state.ranks, {message.rank: after}))
 
 
-def _placed(state: RunState, message: EngineSaid | NodesJoined) -> RunState:
+def _placed(state: RunState, message: EngineStatus | NodesJoined) -> RunState:
     """Return the state with what is known of its nodes."""
-    engine: EngineSaid | None
-    if isinstance(message, EngineSaid):
+    engine: EngineStatus | None
+    if isinstance(message, EngineStatus):
         engine = message
     else:
         engine = state.engine and replace(state.engine, state=message.state, joined=message.joined)
@@ -378,9 +378,9 @@ def _placed(state: RunState, message: EngineSaid | NodesJoined) -> RunState:
 
 def _noted(
     state: RunState,
-    message: Noticed | LocatedAll | RunPreempted | Illustrated | Logged | Remarked,
+    message: Noticed | LocatedAll | RunPreempted | Illustrated | Logged | RankNotice,
 ) -> RunState:
-    """Return the state with what is said of all its ranks, or kept for all of them together."""
+    """Return the state with what concerns all its ranks, or kept for all of them together."""
     match message:
         case Noticed(text=text):
             return replace(state, notices=(*state.notices, text)[-_NOTICES:])
@@ -390,11 +390,11 @@ def _noted(
             return replace(state, preempted=why)
         case Logged():
             return _logged(state, message)
-        case Remarked(rank=rank, text=text):
+        case RankNotice(rank=rank, text=text):
             # The first ones count: what follows a NaN is NaN.
             if rank not in state.ranks or len(state.notices) >= _NOTICES:
                 return state
-            return _noted(state, Noticed(text=f"rank {rank}: {text[:REMARK_CHARACTERS]}"))
+            return _noted(state, Noticed(text=f"rank {rank}: {text[:NOTICE_CHARACTERS]}"))
         case Illustrated():
             return replace(state, profile=message)
 
@@ -451,7 +451,7 @@ def _resized(state: RunState, world_size: int) -> RunState:
     return replace(state, world_size=world_size, ranks=ranks, attempt=attempt)
 
 
-def _given_to(state: RunState, message: GivenTo) -> RunState:
+def _assigned(state: RunState, message: JobAssigned) -> RunState:
     """Return the initial state of a job whose ranks may exist already."""
     if state.begun or message.attempt < state.attempt.number:
         return state
@@ -600,7 +600,7 @@ def _exited(known: RankState, message: Exited) -> RankState:
     return replace(known, state=State.FAILED, failure=failure, exitcode=message.exitcode, ended=message.time)
 
 
-def _give_up(known: RankState, message: RunEnded) -> RankState:
+def _end_unfinished(known: RankState, message: RunEnded) -> RankState:
     known = replace(known, finishing="") if known.finishing else known
     if known.state.final:
         return known

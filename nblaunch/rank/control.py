@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from nblaunch._waker import Waker
-from nblaunch.probes.metrics import Recorder
+from nblaunch.probes.rank_metrics import Recorder
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
@@ -52,7 +52,7 @@ from nblaunch.protocol.messages import (
     encode,
 )
 from nblaunch.rank import preempt, process_group
-from nblaunch.rank.isolate import LOOK_SECONDS, Reaper
+from nblaunch.rank.isolate import REAP_SECONDS, Reaper
 from nblaunch.rank.stacks import RankInspector
 
 _LINGER_MS = 2000
@@ -68,13 +68,13 @@ _IMPORT_MS = 20
 _MOMENTS = 200
 
 
-class _ClockLook:
-    """A look at the hub's clock: asked by the main thread, done by the control thread."""
+class _ClockSample:
+    """A sample of the hub's clock: asked by the main thread, done by the control thread."""
 
     def __init__(self, times: int) -> None:
         self.left = times
         self.number = secrets.randbits(32)
-        """Of the last question; answers to another look have other numbers."""
+        """Of the last question; answers to another sample have other numbers."""
         self.asked = 0
         self.wanted, self.complete = threading.Event(), threading.Event()
         self.found: list[tuple[int, int, int]] = []
@@ -102,8 +102,8 @@ class Link:
         """Set once the payload of the last job has arrived on every rank."""
         self.times_freed = 0
         """How often the control thread has ended collectives of the main thread."""
-        self._clock = _ClockLook(0)
-        """The look at the hub's clock that is under way, or was the last."""
+        self._clock = _ClockSample(0)
+        """The sample of the hub's clock that is under way, or was the last."""
         self._working = self._finishing = self._interrupted = False
         self._attention = MainThread()
         self._unseen: int | None = None
@@ -119,7 +119,7 @@ class Link:
         self._waker = Waker()
         self._later: tuple[float, Callable[[], FromRank]] | None = None
         """A message to send at that time (monotonic), unless it is dropped before."""
-        self._closing = self._looks_soon = False
+        self._closing = self._checks_soon = False
         self._reaper = Reaper()
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -136,7 +136,7 @@ class Link:
         self._thread.start()
 
     def _connect(self, hello: Hello) -> None:
-        """Connect as the rank that says hello: its socket is named after group, attempt and rank."""
+        """Connect as the rank that sends `Hello`: its socket is named after group, attempt and rank."""
         self._hello = hello
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{self._group}/{hello.attempt}/{hello.rank}".encode())
@@ -148,7 +148,7 @@ class Link:
         self._socket.send(encode(hello))
 
     def _go_on_as(self, other: Adopt) -> None:
-        """Go on as another rank: send the rest as the present one, and say hello again."""
+        """Go on as another rank: send the rest as the present one, and send `Hello` again."""
         with self._lock:
             self._collect_switches()
             while self._outbox:
@@ -170,7 +170,7 @@ class Link:
         with self._lock:
             self._collect_switches()
             self._outbox.append(encode(message))
-            urgent = urgent or not self._looks_soon
+            urgent = urgent or not self._checks_soon
         if urgent:
             self._waker.wake()
 
@@ -211,35 +211,35 @@ class Link:
             self._switches = []
             self._outbox.append(encode(Switched(rank=self._rank, moments=moments)))
 
-    def look_at_clock(self, times: int, seconds: float) -> list[tuple[int, int, int]]:
+    def sample_clock(self, times: int, seconds: float) -> list[tuple[int, int, int]]:
         """Ask the hub so many times what time it is, one after the other; wait at most `seconds`.
 
         Returns for each answer: when it was asked for, the hub's time, when the answer was here; all in
         nanoseconds since the epoch.
         """
-        self._clock = look = _ClockLook(times)
-        look.wanted.set()
+        self._clock = sample = _ClockSample(times)
+        sample.wanted.set()
         self._waker.wake()
-        look.complete.wait(seconds)
-        look.left = 0
-        return list(look.found)
+        sample.complete.wait(seconds)
+        sample.left = 0
+        return list(sample.found)
 
     def _ask_clock(self) -> None:
-        look = self._clock
-        look.wanted.clear()
-        if look.left <= 0:
-            look.complete.set()
+        sample = self._clock
+        sample.wanted.clear()
+        if sample.left <= 0:
+            sample.complete.set()
             return
-        look.number += 1
-        look.asked = time.time_ns()
-        self._socket.send(encode(ClockAsked(rank=self._rank, number=look.number)))
+        sample.number += 1
+        sample.asked = time.time_ns()
+        self._socket.send(encode(ClockAsked(rank=self._rank, number=sample.number)))
 
     def _clock_answered(self, answer: ClockAnswered) -> None:
-        here, look = time.time_ns(), self._clock
-        if look.left <= 0 or answer.number != look.number:
+        here, sample = time.time_ns(), self._clock
+        if sample.left <= 0 or answer.number != sample.number:
             return
-        look.found.append((look.asked, answer.time, here))
-        look.left -= 1
+        sample.found.append((sample.asked, answer.time, here))
+        sample.left -= 1
         self._ask_clock()
 
     def free(self, fds: tuple[int, ...]) -> None:
@@ -287,14 +287,14 @@ class Link:
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         while True:
             ready = dict(self._poller.poll(self._patience()))
-            self._reaper.look(working=self._working)
+            self._reaper.reap(working=self._working)
             # A probe that breaks must not end the thread that carries the rank's messages.
             with contextlib.suppress(Exception):
                 self.metrics.send_due()
             if not ready:
                 with self._lock:
                     self._collect_switches()
-                    self._looks_soon = False
+                    self._checks_soon = False
             if self._waker.fileno() in ready:
                 self._waker.clear()
             if self._put_off is not None:
@@ -316,7 +316,7 @@ class Link:
         return metrics if others is None else others if metrics is None else min(metrics, others)
 
     def _others_patience(self) -> int | None:
-        if self._looks_soon:
+        if self._checks_soon:
             return _SOON_MS
         if self._unseen is not None:
             return _ATTENTION_MS
@@ -328,7 +328,7 @@ class Link:
             return max(int((later[0] - time.monotonic()) * 1000) + 1, 0)
         # Also between two jobs, as long as there are processes that a cell has left in the background.
         idle = not self._working and self._reaper.has_nothing_to_do
-        return None if idle else int(LOOK_SECONDS * 1000)
+        return None if idle else int(REAP_SECONDS * 1000)
 
     def _receive(self, message: ToRank) -> None:
         match message:
@@ -373,9 +373,9 @@ class Link:
             case Dispatch():
                 self.proceed.clear()
                 self._put_off = None  # it was for the job before
-                self._reaper.look(now=True)
+                self._reaper.reap(now=True)
                 with self._lock:
-                    self._interrupted, self._looks_soon = False, True
+                    self._interrupted, self._checks_soon = False, True
             case Adopt():
                 self._go_on_as(message)
             case Preempt(seconds=seconds):

@@ -214,7 +214,7 @@ def write_error_file(error: BaseException) -> None:
 
 # A healthy GPU finishes its work within a moment after the exception; a stuck one never does.
 _SECONDS = 0.5
-_LOOK_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 _KINDS = ("cuda", "xpu")
 _READING = frozenset(
     {
@@ -279,8 +279,8 @@ class _Refusing(TorchFunctionMode):
             while not stream.query():
                 if self._left <= 0:
                     return False
-                time.sleep(_LOOK_SECONDS)
-                self._left -= _LOOK_SECONDS
+                time.sleep(_POLL_SECONDS)
+                self._left -= _POLL_SECONDS
         except Exception:  # noqa: BLE001 - a device that is unusable, or that cannot be asked
             return False
         return True

@@ -334,7 +334,7 @@ def _tell(world_size: int) -> OwnGroups:
         return {}
     world = distributed_c10d._world  # noqa: SLF001 - torch has no public way to its groups
     groups = {str(name): group for group, name in world.pg_names.items()}
-    # A `new_group` that was interrupted has named its group, and has not said yet which ranks it has.
+    # A `new_group` that was interrupted has named its group, and has not set yet which ranks it has.
     if not _are_ours(groups.values()) or not all(group in world.pg_group_ranks for group in groups.values()):
         return {}
     return {name: (_in_order(world.pg_group_ranks[group]), _handles(group)) for name, group in groups.items()}

@@ -26,7 +26,7 @@ from nblaunch._process_tree import become_subreaper, children, die_with_parent
 
 # `multiprocessing` adds `/listener-` and eight letters; macOS takes 104 bytes in all.
 _LONGEST_SOCKET_DIRECTORY = 84
-LOOK_SECONDS = 0.25
+REAP_SECONDS = 0.25
 _UNREAD_SECONDS = 0.15
 _TEMPLATES = "torch.distributed.nn.jit.instantiator"
 
@@ -165,7 +165,7 @@ class Reaper:
         self.has_nothing_to_do = True
         """No orphan can appear until the rank starts a process."""
 
-    def look(self, *, now: bool = False, working: bool = True) -> None:
+    def reap(self, *, now: bool = False, working: bool = True) -> None:
         """Reap the orphans that ended a while ago, if it is time to look, or `now`.
 
         Whoever is not `working` starts no process.
@@ -173,7 +173,7 @@ class Reaper:
         clock = time.monotonic()
         if not now and clock < self._due:
             return
-        self._due = clock + LOOK_SECONDS
+        self._due = clock + REAP_SECONDS
         before = set(_started)
         present = children() or set()
         self.has_nothing_to_do = not present and not working

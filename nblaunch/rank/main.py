@@ -8,7 +8,7 @@
           Prepare             environment, device, process group: Entered(READY)
           Dispatch            a job: Started, Finishing if it takes a while, then Returned or Raised
           Recover             another process group, or the same one: Recovered
-          Adopt               another rank from here on, which the control thread has said already
+          Adopt               takes a new rank number; the control thread has already sent Hello
           Leave               exit functions, the process group, the exit code
 
 A rank ends only when the hub sends Leave: one that has failed or finished stays until the others have
@@ -41,7 +41,7 @@ from torch.utils import hooks
 
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.probes import diff, loggers, metrics, steps
+from nblaunch.probes import diff, loggers, rank_metrics, steps
 from nblaunch.protocol.messages import (
     Adopt,
     Arrived,
@@ -66,9 +66,9 @@ from nblaunch.protocol.messages import (
     PullJob,
     PushJob,
     Raised,
+    RankNotice,
     Recover,
     Recovered,
-    Remarked,
     Returned,
     ScriptJob,
     Started,
@@ -194,7 +194,7 @@ class Rank:
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
         self.questions = stdio.Questions(self.rank, self.link.send)
         self.link.on_answer = self.questions.install()
-        metrics.start(self.link.metrics)
+        rank_metrics.start(self.link.metrics)
         self.link.start(
             Hello(
                 rank=self.rank,
@@ -303,10 +303,10 @@ class Rank:
         if prepare.backend is not None:
             process_group.form(prepare.backend, self.device, prepare.timeout, joins=prepare.joins)
             if process_group.rethrows_errors() and (warning := environment.unheard_timeouts()):
-                self._remark(warning)
+                self._notify(warning)
         process_group.accept_user_calls()
         if self.orders.keep:
-            self._give_names()
+            self._set_rank_names()
         if not prepare.joins:
             self._enter(Phase.READY)
 
@@ -322,7 +322,7 @@ class Rank:
             GROUP_WORLD_SIZE=str(other.group_world_size),
         )
         process_group.go_on_in(other.attempt)
-        self._give_names()
+        self._set_rank_names()
         self._enter(Phase.PROCESS_GROUP)
 
     def _enter(self, phase: Phase) -> None:
@@ -341,9 +341,9 @@ class Rank:
         for module in dispatch.imports:
             __import__(module)
         parts = shared_memory.get(dispatch.payload, private=True)
-        self.variables.given_in(dispatch.tenure)
+        self.variables.begin_tenure(dispatch.tenure)
         if dispatch.objects is None:
-            if not dispatch.look:
+            if not dispatch.query:
                 self.variables.release()
             loaded = pickling.loads(parts[0], parts[1:], str(self.device))
         else:
@@ -367,7 +367,7 @@ class Rank:
         from nblaunch.probes.profiling import Profiling
 
         return Profiling(
-            self.rank, dispatch.insight, self.link.look_at_clock, self._spill(), self._send_profile
+            self.rank, dispatch.insight, self.link.sample_clock, self._spill(), self._send_profile
         )
 
     def _send_profile(self, reduced: bytes, trace: bytes) -> None:
@@ -378,10 +378,10 @@ class Rank:
     def _begin(self, dispatch: Dispatch) -> None:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
         self.phase, self.raised = Phase.JOB, None
-        self._unsaved = self._unsaved or not dispatch.look
-        # A look reports nothing: objects that the notebook refers to at this moment stay.
-        self._names_reported, self._internal = dispatch.look, dispatch.internal
-        if not dispatch.look:
+        self._unsaved = self._unsaved or not dispatch.query
+        # A query reports nothing: objects that the notebook refers to at this moment stay.
+        self._names_reported, self._internal = dispatch.query, dispatch.internal
+        if not dispatch.query:
             diff.end_job()
         if not dispatch.internal or isinstance(dispatch.job, PushJob):
             shell.free_gpu_memory()
@@ -438,7 +438,7 @@ class Rank:
 
     @contextlib.contextmanager
     def _seen_inside(self, dispatch: Dispatch) -> Iterator[None]:
-        """Within the block, the probes that the job was given with are at work."""
+        """Within the block, the probes that the job was submitted with are at work."""
         with contextlib.ExitStack() as probes:
             if not dispatch.internal:
                 recorder = self.link.metrics
@@ -454,7 +454,7 @@ class Rank:
                         directory=self._spill(),
                         attempt=self.orders.attempt,
                         titles=self.titles,
-                        tell=self._remark,
+                        tell=self._notify,
                         elsewhere=(process_group.own_store, self.link.free) if several else None,
                     )
                 )
@@ -462,8 +462,8 @@ class Rank:
             probes.enter_context(self._profiled(dispatch))
             yield
 
-    def _remark(self, text: str) -> None:
-        self.link.send(Remarked(rank=self.rank, text=failure.encodable(text)))
+    def _notify(self, text: str) -> None:
+        self.link.send(RankNotice(rank=self.rank, text=failure.encodable(text)))
 
     def _do(self, job: AnyJob, loaded: Any) -> object:
         match job:
@@ -515,7 +515,7 @@ class Rank:
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
         if not self.orders.keep:
             self.variables.bring(captured)
-        self._give_names()
+        self._set_rank_names()
         self.titles[job.filename] = job.title
         result = shell.prepare().run(job)
         error = result.error_before_exec or result.error_in_exec
@@ -523,7 +523,7 @@ class Rank:
             raise error
         return result.result
 
-    def _give_names(self) -> None:
+    def _set_rank_names(self) -> None:
         shell.namespace().update(
             rank=self.rank,
             local_rank=int(os.environ["LOCAL_RANK"]),

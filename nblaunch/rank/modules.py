@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from nblaunch._inherited import is_standard_library
-from nblaunch.capture.modules import file_of
+from nblaunch.capture.own_modules import file_of
 from nblaunch.protocol.messages import CodeTree
 
 _NAMED = 10

@@ -29,7 +29,7 @@ from nblaunch.rank import optimizer_steps, process_group, shell
 from nblaunch.rank.stores import StoreNotes
 
 _MOST_NAMES = 10_000
-_GIVEN = frozenset({"rank", "local_rank", "world_size", "device"})
+_RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
 _REBOUND = object()
 _DUNDER = re.compile(r"__.*\w")
 
@@ -63,8 +63,8 @@ class Variables:
         if kept:
             shell.prepare().ast_transformers.append(self._stores)
 
-    def given_in(self, tenure: int) -> None:
-        """Forget the objects of another client, which gives no jobs any more; its variables stay."""
+    def begin_tenure(self, tenure: int) -> None:
+        """Forget the objects of a former owner; its variables stay."""
         if tenure != self._tenure:
             self._tenure = tenure
             self._objects.clear()
@@ -142,7 +142,7 @@ class Variables:
         """Return the names of all variables except IPython's own."""
         shown = (
             name
-            for name in shell.namespace().keys() - _GIVEN
+            for name in shell.namespace().keys() - _RANK_NAMES
             if (self._is_own(name) if name in self._hidden else not name.startswith("__"))
         )
         return tuple(sorted(shown)[:_MOST_NAMES])

@@ -172,7 +172,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> Fo
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
     if formed.in_place:
         flight_recorder.bury_entries(Groups().counts())
-        _meet(device)
+        _barrier(device)
         return formed
     # Exceptions hold the old group in cycles: its threads and connections stay until these are collected.
     gc.collect()
@@ -182,7 +182,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> Fo
     _original(**arguments, store=_store("recovered", number))
     _know_all_ranks()
     _ours = dist.group.WORLD
-    _meet(device)
+    _barrier(device)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
     flight_recorder.bury({backend for _, backend in _before}, but_the_newest=True)
     return formed
@@ -201,7 +201,7 @@ def _form_again_in_place(number: int) -> Formed:
     return Formed() if lost is None else Formed(in_place=True, lost=lost)
 
 
-def _meet(device: torch.device) -> None:
+def _barrier(device: torch.device) -> None:
     """Wait until all ranks have formed their groups; what is called from now on counts."""
     global _before
     # The program may have formed a default group without GPUs.

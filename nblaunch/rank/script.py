@@ -28,7 +28,7 @@ from typing import Any
 from nblaunch.protocol.messages import ScriptJob
 
 _MOST_NAMED = 3
-_GIVEN_NAME = re.compile(r"Thread-\d+ \((.+)\)")
+_NAMED_THREAD = re.compile(r"Thread-\d+ \((.+)\)")
 """The name that Python gives a thread without one: its function is what the user knows."""
 
 
@@ -100,7 +100,7 @@ def _awaited() -> list[threading.Thread]:
 
 def _threads() -> str:
     """Name the threads that Python waits for; empty if the last of them has just ended."""
-    names = [_GIVEN_NAME.sub(r"\1", each.name) for each in _awaited()]
+    names = [_NAMED_THREAD.sub(r"\1", each.name) for each in _awaited()]
     if not names:
         return ""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""

@@ -259,10 +259,10 @@ def install(announce: Callable[[Offsets], None], report: Callable[[int], None]) 
         made = _RankStream(stream)
         setattr(sys, name, made)
         setattr(sys, f"__{name}__", made)
-    _give_programs_pipes()
+    _pipe_programs()
 
 
-def _give_programs_pipes() -> None:
+def _pipe_programs() -> None:
     """Have programs that would inherit descriptors 1 and 2 write into pipes."""
     popen: Any = subprocess.Popen
     handles = getattr(popen, "_get_handles", None)  # where None becomes "inherit"

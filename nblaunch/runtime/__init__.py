@@ -26,7 +26,8 @@ Invariants:
   * The runtime is forked before anything starts a thread, and imports nothing that ranks do not need before.
   * Its directory is `/`, its umask 077: what depends on a kernel's comes with each job.
   * The jobs of a detached session are kept after their client has gone; of others, only what a result needs.
-  * One client gives a session its jobs, and answers its ranks. What would disturb it is refused to others.
+  * A session has one owner, which submits its jobs and answers its ranks. What would disturb it is refused to
+  others.
   * What a job has printed is kept once: in its ranks' log files. Of all else its last state is kept.
   * A private log file of a rank is bounded, and given back as the jobs go that have written it.
   * Nothing listens but unix sockets of mode 0600 in the private directory of mode 0700.
@@ -34,12 +35,12 @@ Invariants:
 Modules, each after those that it imports:
 
     place              where a run would be, and what cannot be done here, before a process starts
-    launch             worker groups: fresh ranks, a standby group in their place, a session's ranks
+    worker_groups      worker groups: fresh ranks, a standby group in their place, a session's ranks
     connections        the sockets of clients, served by the hub's thread
     metrics_file       what a job logs, as lines of JSON in the user's file
     jobs               a client's job: what is held for it, who watches it, how it ends
     archive            the jobs that a session has had: records, states, values, and their bounds
-    sessions           ranks that stay, their giver and those that follow them
+    runtime_session    ranks that stay, their owner and those that follow them
     requests           one method for each request of a client
-    main               from the fork to the end of the process
+    runtime_main       from the fork to the end of the process
 """

@@ -193,7 +193,7 @@ class ClientConnection:
         return (one.pid, one.node) == (another.pid, another.node)
 
     def why_it_only_watches(self, session: str) -> str:
-        """Return why this client may give a session no job; empty if it may. Only once it is authenticated.
+        """Return why this client may submit no job; empty if it may. Only once it is authenticated.
 
         Functions travel as bytecode, and tensors as torch pickles them.
         """
@@ -413,7 +413,7 @@ class Connections:
         listener = self._bind(path, socket.SOCK_STREAM)
         # Nobody can connect before this: the file's mode is set already.
         listener.listen()
-        self._look_at(listener)
+        self._listen(listener)
 
     def listen_for_notes(self, path: Path) -> None:
         """Take notes at `path`: datagrams of the token and a note. Others are dropped."""
@@ -455,7 +455,7 @@ class Connections:
         bound.close()
         path.unlink(missing_ok=True)
 
-    def _look_at(self, listener: socket.socket) -> None:
+    def _listen(self, listener: socket.socket) -> None:
         self._hub.watch_fd(listener.fileno(), lambda _: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
@@ -496,7 +496,7 @@ class Connections:
         self._clients = [client for client in self._clients if not client.closed]
         for listener in [each for each, until in self._resting.items() if until <= now]:
             del self._resting[listener]
-            self._look_at(listener)
+            self._listen(listener)
         due += [until - now for until in self._resting.values()]
         return min(due, default=math.inf)
 

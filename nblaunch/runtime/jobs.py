@@ -47,8 +47,8 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.state import Message, RankState, RunState, decode_state, encode_state
 from nblaunch.runtime.connections import ClientConnection
-from nblaunch.runtime.launch import own_directory
 from nblaunch.runtime.metrics_file import MetricsFile
+from nblaunch.runtime.worker_groups import own_directory
 
 # A job that is over by then is not measured.
 _YOUNG_SECONDS = 0.1
@@ -63,7 +63,7 @@ class RunningJob(Job):
     def __init__(
         self,
         order: JobOrder,
-        giver: ClientConnection,
+        owner: ClientConnection,
         given_by: ClientRecord,
         directory: Callable[[], Path],
         tenure: int = 0,
@@ -88,9 +88,9 @@ class RunningJob(Job):
         self.number = order.number
         self.order = order
         self.given_by = given_by
-        self.giver: ClientConnection | None = giver
+        self.owner: ClientConnection | None = owner
         """Whose user interrupts it, and answers the questions of its ranks."""
-        self.watchers: set[ClientConnection] = {giver}
+        self.watchers: set[ClientConnection] = {owner}
         self.results = Counter([given_by.pid])
         """By process, how many results refer to it, or will."""
         self._takers: set[ClientConnection] = set()
@@ -130,7 +130,7 @@ class RunningJob(Job):
                     self._brought.callback(kept.close)
                     held[payload] = kept.payload
                 here = msgspec.structs.replace(
-                    dispatch, payload=held[payload], tenure=tenure, look=order.look
+                    dispatch, payload=held[payload], tenure=tenure, query=order.query
                 )
                 dispatches |= dict.fromkeys(ranks or (None,), here)
         except BaseException:
@@ -141,7 +141,7 @@ class RunningJob(Job):
     # --- its course ----------------------------------------------------------------------------------
 
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
-        """Give the job to a group, unless it was interrupted before."""
+        """Submit the job to a group, unless it was interrupted before."""
         self.group, self._hub = group, hub
         if self._interrupted:
             ending = replace(self.known.ending, begun=True, interrupted=True, where=self.state.where)
@@ -157,12 +157,12 @@ class RunningJob(Job):
     def interrupt(self, *, sparing: bool = False) -> None:
         """Interrupt the job; the second time its ranks are ended, unless `sparing` them.
 
-        A look into ranks is interrupted once. From any thread.
+        A query of ranks is interrupted once. From any thread.
         """
         if self.group is None:
             self._interrupted = True
-        elif not (self.order.look and self.known.ending.begun):
-            self.group.interrupt(self, sparing=sparing or self.order.look)
+        elif not (self.order.query and self.known.ending.begun):
+            self.group.interrupt(self, sparing=sparing or self.order.query)
 
     def _due(self) -> float:
         """Do what is due after a turn of the hub; return in how many seconds the next is."""
@@ -256,15 +256,15 @@ class RunningJob(Job):
             connection.event(PayloadKept(job=self.number))
 
     def asked(self, message: Asked) -> None:
-        """Ask the process that gives jobs, where it watches; later it finds the question in its snapshot."""
+        """Ask the owner, where it watches; later it finds the question in its snapshot."""
         there = [each for each in self.watchers if self.is_of(each)]
         if there:
-            chosen = self.giver if self.giver in there else there[0]
+            chosen = self.owner if self.owner in there else there[0]
             chosen.event(Question(job=self.number, asked=message))
 
     def is_of(self, connection: ClientConnection) -> bool:
         """Whether this client's user may interrupt the job, and answers its questions."""
-        return self.giver is not None and self.giver.is_of_the_process_of(connection)
+        return self.owner is not None and self.owner.is_of_the_process_of(connection)
 
     def questions_for(self, connection: ClientConnection) -> tuple[Asked, ...]:
         """Return the open questions, where this client is to ask them."""
@@ -279,8 +279,8 @@ class RunningJob(Job):
         """Send this connection nothing more."""
         self.watchers.discard(connection)
         self.taken_by(connection)
-        if self.giver is connection:
-            self.giver = None
+        if self.owner is connection:
+            self.owner = None
 
     @property
     def record(self) -> JobRecord:

@@ -15,12 +15,12 @@ import msgspec
 
 from nblaunch import _inherited
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.runtime import LocalRuntime
+from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.host import rendezvous
 from nblaunch.host.placement import place_ranks
 from nblaunch.host.process_options import check_process_options, process_settings, unheeded
 from nblaunch.host.settings import RendezvousConfig
-from nblaunch.nodes.engine import engine_of, nodes_of, refuse_contradictions, wish_of
+from nblaunch.nodes.engine import engine_of, nodes_of, refuse_contradictions, requested_nodes
 from nblaunch.protocol.client import OpenRanks, Placement
 from nblaunch.protocol.messages import Prepare
 
@@ -39,7 +39,7 @@ def place(request: OpenRanks, local: LocalRuntime) -> PlacedRanks:
 
     Raises `LaunchError` where ranks with the caller's limits could not work.
     """
-    _look_in(request.prepare.path)
+    _extend_path(request.prepare.path)
     options, environ, added = request.options, _inherited.decoded(request.prepare.environ), {}
     refuse_contradictions(options, environ)
     if options.on is not None:
@@ -86,7 +86,7 @@ def _place_on_nodes(request: OpenRanks, environ: Mapping[str, str]) -> Placement
     """Return the provisional placement; the nodes report their devices once they have joined."""
     options = request.options
     rendezvous.join_seconds(options)
-    engine_of(options).check(wish_of(options, environ, os.fsdecode(request.prepare.cwd)))
+    engine_of(options).check(requested_nodes(options, environ, os.fsdecode(request.prepare.cwd)))
     least, each = nodes_of(options, environ)[0], options.nproc_per_node
     backend = "gloo" if options.backend == "auto" else options.backend
     placement = Placement(least * each if isinstance(each, int) else least, backend, "cpu", 0)
@@ -97,7 +97,7 @@ def _place_on_nodes(request: OpenRanks, environ: Mapping[str, str]) -> Placement
     return placement
 
 
-def _look_in(path: tuple[bytes, ...]) -> None:
+def _extend_path(path: tuple[bytes, ...]) -> None:
     """Have entry points (event handlers, layouts of log files) found where the caller has them installed."""
     known = {os.path.abspath(entry) for entry in sys.path}  # noqa: PTH100 - as the caller's: not resolve()
     sys.path += [entry for entry in dict.fromkeys(map(os.fsdecode, path)) if entry not in known]

@@ -23,7 +23,7 @@ from nblaunch._registry import Owner, Registration
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.group.lifecycle import Trigger
-from nblaunch.group.runtime import LocalRuntime
+from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.host.forkserver import try_fork
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.reports import session_ended
@@ -31,16 +31,16 @@ from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
 from nblaunch.runtime.connections import ClientConnection, Connections
 from nblaunch.runtime.jobs import RunningJob
-from nblaunch.runtime.launch import FreshRanks, session_ranks
 from nblaunch.runtime.place import PlacedRanks, place
-from nblaunch.runtime.sessions import RuntimeSession
+from nblaunch.runtime.runtime_session import RuntimeSession
+from nblaunch.runtime.worker_groups import FreshRanks, session_ranks
 
 _log = logging.getLogger("nblaunch")
 _THREADS = 64
 _RELEASED_EVENTS = 20
-# How long a job waits for a look into a rank, which is interrupted then, and after that for its end.
-_LOOK_SECONDS = 2.0
-_LOOK_ENDS_SECONDS = 5.0
+# How long a job waits for a query of a rank, which is interrupted then, and after that for its end.
+_QUERY_SECONDS = 2.0
+_QUERY_ENDS_SECONDS = 5.0
 # Nodes that are lost together show within seconds; the ranks that are left then form a group.
 _REGROUP_SECONDS = 5.0
 
@@ -83,7 +83,7 @@ class RequestHandler:
         self._closed = False
         self._methods: dict[type, Callable[[ClientConnection, Any], _Served]] = {
             wire.OpenRanks: self._open,
-            wire.GiveJob: self._give,
+            wire.SubmitJob: self._submit_job,
             wire.WatchJob: self._watch,
             wire.UnwatchJob: self._unwatch,
             wire.InterruptJob: self._interrupt_job,
@@ -91,7 +91,7 @@ class RequestHandler:
             wire.Reply: self._reply,
             wire.CloseSession: self._close_session,
             wire.RestartSession: self._restart,
-            wire.LookAtRanks: self._look,
+            wire.StacksOf: self._stacks_of,
             wire.DescribeSessions: self._describe,
             wire.ListJobs: self._list_jobs,
             wire.EventsOf: self._events_of,
@@ -185,7 +185,7 @@ class RequestHandler:
         pid = connection.record.pid
         last = all(each.record.pid != pid for each in self.connections)
         for job in list(self.jobs.values()):
-            given = job.giver is connection
+            given = job.owner is connection
             job.leave(connection)
             if given and job.order.internal:
                 self._released(job.number)  # nobody else will release it
@@ -220,14 +220,14 @@ class RequestHandler:
         # On the nodes of a session, where these ranks would have the same: nothing is asked for.
         held = (session.nodes for session in self.sessions.values())
         ranks.nodes = next((each for each in held if each is not None and each.fit(order.options)), None)
-        ranks.remark = self._remark_to(connection)
+        ranks.notify = self._notifier(connection)
         return functools.partial(self._start_fresh, job, ranks)
 
-    def _remark_to(self, connection: ClientConnection) -> Callable[[str], None]:
-        def remark(text: str) -> None:
-            self._hub.call(lambda: connection.event(wire.Remark(text=text)))
+    def _notifier(self, connection: ClientConnection) -> Callable[[str], None]:
+        def notify(text: str) -> None:
+            self._hub.call(lambda: connection.event(wire.UserNotice(text=text)))
 
-        return remark
+        return notify
 
     def _start_fresh(self, job: RunningJob, ranks: FreshRanks) -> wire.AnswerToClient:
         try:
@@ -252,7 +252,7 @@ class RequestHandler:
             over()
             self._hub.call(lambda: self._released(job.number))
             raise
-        return wire.Given()
+        return wire.Submitted()
 
     def _in_background(self, act: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the runtime ends
@@ -260,36 +260,36 @@ class RequestHandler:
 
     # --- jobs ----------------------------------------------------------------------------------------
 
-    def _give(self, connection: ClientConnection, request: wire.GiveJob) -> _Served:
+    def _submit_job(self, connection: ClientConnection, request: wire.SubmitJob) -> _Served:
         fresh = self._fresh.pop(request.session, None)
         if fresh is not None:
             return self._run_fresh(connection, request.order, fresh)
         session = self._session(request.session)
         session.refuse_if_of_other_versions(connection)
-        if not request.order.look:
+        if not request.order.query:
             session.refuse_if_held_against(connection)
             session.take_jobs_of(connection)
-        # Clients do not know of jobs that only look into a rank.
-        look = session.running if session.running is not None and session.running.order.look else None
-        if look is None and not session.group.regroups:
+        # Clients do not know of jobs that only query a rank.
+        query = session.running if session.running is not None and session.running.order.query else None
+        if query is None and not session.group.regroups:
             return self._begin(session, connection, request)
         self._early[request.order.number] = False
-        return functools.partial(self._give_after, look, session, connection, request)
+        return functools.partial(self._submit_after, query, session, connection, request)
 
-    def _give_after(
+    def _submit_after(
         self,
-        look: RunningJob | None,
+        query: RunningJob | None,
         session: RuntimeSession,
         connection: ClientConnection,
-        request: wire.GiveJob,
+        request: wire.SubmitJob,
     ) -> wire.AnswerToClient:
-        """Give a session a job once a look into a rank has ended, and its ranks have their numbers.
+        """Submit a job to a session once a query of a rank has ended, and its ranks have their numbers.
 
         On a thread of the pool.
         """
-        if look is not None and not look.ended.wait(_LOOK_SECONDS):
-            self._hub.call(look.interrupt)
-            look.ended.wait(_LOOK_ENDS_SECONDS)
+        if query is not None and not query.ended.wait(_QUERY_SECONDS):
+            self._hub.call(query.interrupt)
+            query.ended.wait(_QUERY_ENDS_SECONDS)
         deadline = time.monotonic() + _REGROUP_SECONDS
         while session.group.regroups and time.monotonic() < deadline:
             if session.group.closed.wait(0.01):
@@ -299,10 +299,10 @@ class RequestHandler:
         return answers[0]
 
     def _begin_late(
-        self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
+        self, session: RuntimeSession, connection: ClientConnection, request: wire.SubmitJob
     ) -> wire.AnswerToClient:
         interrupted = self._early.pop(request.order.number, False)
-        if not request.order.look:
+        if not request.order.query:
             # While it waited, another process may have taken the session.
             session.refuse_if_held_against(connection)
         answer = self._begin(session, connection, request)
@@ -312,7 +312,7 @@ class RequestHandler:
         return answer
 
     def _begin(
-        self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
+        self, session: RuntimeSession, connection: ClientConnection, request: wire.SubmitJob
     ) -> wire.AnswerToClient:
         session.refuse_if_busy()
         if request.attempt is not None and request.attempt != session.group.attempt:
@@ -324,8 +324,8 @@ class RequestHandler:
         self.jobs[job.number] = job
         if session.nodes is not None:
             session.nodes.learn(request.order)
-        session.give(self._hub, job, self.jobs)
-        return wire.Given()
+        session.submit(self._hub, job, self.jobs)
+        return wire.Submitted()
 
     def _past(self, number: int) -> PastJob | None:
         found = (session.archive.get(number) for session in self.sessions.values())
@@ -389,7 +389,7 @@ class RequestHandler:
         if job is not None:
             job.taken_by(connection)
         for session in self.sessions.values():
-            # Those that watch map them too: the one that gives the jobs may not have them yet.
+            # Those that watch map them too: the owner may not have them yet.
             if session.held_against(connection) is None:
                 session.archive.taken(request.job)
         return None
@@ -455,7 +455,7 @@ class RequestHandler:
         owner = Owner(record.pid, record.name, record.notebook)
         self._registration.add(request.name, owner, detached=request.detached)
         try:
-            ranks = session_ranks(self._local, request, there, caller, self._remark_to(connection))
+            ranks = session_ranks(self._local, request, there, caller, self._notifier(connection))
         except BaseException:
             if request.detached:
                 self._registration.remove()
@@ -516,9 +516,9 @@ class RequestHandler:
 
         return restart
 
-    def _look(self, _: ClientConnection, request: wire.LookAtRanks) -> _Served:
+    def _stacks_of(self, _: ClientConnection, request: wire.StacksOf) -> _Served:
         session = self._session(request.session)
-        return lambda: wire.Looked(report=session.group.where(request.seconds))
+        return lambda: wire.StacksReport(report=session.group.where(request.seconds))
 
     def _describe(self, _: ClientConnection, request: wire.DescribeSessions) -> _Served:
         wanted = [each for name, each in self.sessions.items() if request.session in ("", name)]

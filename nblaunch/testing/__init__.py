@@ -15,15 +15,15 @@ pytest loads; it loads this package for the first test with the mark, so that py
       end of the module, or a rank was lost: the session is closed
 
 Invariants:
-  * What is wrong with a mark is said at setup, before a process starts.
+  * What is wrong with a mark is reported at setup, before a process starts.
   * A test gets copies of its fixtures, whatever ranks did to those of the test before.
   * A rank that was lost, or a test that ran out of time, costs the session: the next test gets new ranks.
   * A failure that follows from another rank's is never the one that is reported.
 
 Modules, each after those that it imports:
 
-    asked      the mark: options, time limit, what cannot be distributed
-    inside     on a rank: modules with rewritten asserts, the call, a failure as pytest draws it
-    outcomes   one outcome of all ranks: the exception to raise, the report to show
-    modules    the sessions of a module; a test on its ranks
+    asked            the mark: options, time limit, what cannot be distributed
+    inside           on a rank: modules with rewritten asserts, the call, a failure as pytest draws it
+    outcomes         one outcome of all ranks: the exception to raise, the report to show
+    module_sessions  the sessions of a module; a test on its ranks
 """

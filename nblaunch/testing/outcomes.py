@@ -93,7 +93,7 @@ def concluded(error: BaseException, target: Target) -> Conclusion:
 
 
 def told_of(failure: RankFailure) -> Told | None:
-    """Return what pytest said on a rank about its failure, None where that has not come."""
+    """Return pytest's report of a rank's failure, None where it has not come."""
     told = getattr(failure.exception, TOLD, None)
     return told if isinstance(told, Told) else None
 
@@ -103,8 +103,8 @@ def _of_fixture(error: CaptureError) -> str:
     name = error.name.removeprefix("kwargs['").removesuffix("']")
     if name == error.name:
         return f"CaptureError: {error}"
-    said = str(error).replace(error.name, name)
-    return f"CaptureError: the fixture or parameter {name!r} cannot be sent to ranks. {said}"
+    text = str(error).replace(error.name, name)
+    return f"CaptureError: the fixture or parameter {name!r} cannot be sent to ranks. {text}"
 
 
 def _kind(failure: RankFailure) -> str:

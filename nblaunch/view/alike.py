@@ -41,7 +41,7 @@ def rows_of(keys: Mapping[int, Hashable], least: int = LEAST) -> list[tuple[int,
 
 
 def finest(levels: Iterable[tuple[Mapping[int, Hashable], int]]) -> list[tuple[int, ...]]:
-    """Return the rows by the first keys that make no more rows than is said with them, else by the last keys.
+    """Return the rows by the first keys that make no more rows than they describe, else by the last keys.
 
     >>> finest([({0: 1, 1: 2, 2: 3, 3: 4}, 3), ({0: "a", 1: "a", 2: "a", 3: "a"}, 3)])
     [(0, 1, 2, 3)]

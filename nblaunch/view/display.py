@@ -24,7 +24,7 @@ from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
 from nblaunch._results import nodes_line
 from nblaunch.insight.curves import Curves
 from nblaunch.insight.markup import escaped
-from nblaunch.protocol.messages import EngineSaid
+from nblaunch.protocol.messages import EngineStatus
 from nblaunch.protocol.state import RunState, View
 from nblaunch.view.html import ROOT_STYLE, render_html
 from nblaunch.view.output import Folded, folded
@@ -72,7 +72,7 @@ class TextView:
     def __init__(self, header: Header) -> None:
         self._header = header
         self._terminal = Terminal(sys.stdout) if sys.stdout.isatty() else None
-        self._waited: EngineSaid | None = None
+        self._waited: EngineStatus | None = None
 
     def open(self, state: RunState) -> None:
         """Print nothing yet."""

@@ -169,7 +169,7 @@ class RankNotes:
             rank
             for rank, known in state.ranks.items()
             if (before := self.states.get(rank)) is not known
-            and (before is None or _looks(before) != _looks(known))
+            and (before is None or _appearance(before) != _appearance(known))
         }
         for old, new in ((self.why, why), (self.marks, marks), (self.hosts, hosts)):
             if old != new:
@@ -196,7 +196,7 @@ class RankNotes:
         )
 
 
-def _looks(known: RankState) -> tuple[object, ...]:
+def _appearance(known: RankState) -> tuple[object, ...]:
     """Return what of a rank is drawn."""
     used = (known.usage, known.used, known.peak_gpu_memory)
     value = (known.value_text, known.value_html)
@@ -528,7 +528,7 @@ class Parts:
             self._room -= len(content) + len(key)
 
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 """Between two looks at a state that has not changed: there is what time alone changes."""
 _CURVE_SECONDS = 0.4
 _FEW_RANKS = 8
@@ -581,8 +581,8 @@ class Drawing:
             if state is self._seen and now < self._due and not busy:
                 return None
             if state is not self._seen or now >= self._due:
-                self._look(state, now)
-                self._seen, self._due = state, now + _LOOK_SECONDS
+                self._note_changes(state, now)
+                self._seen, self._due = state, now + _POLL_SECONDS
             news = self._feed.news(state, now)
             log = None if news is None else self._log.take(news)
             if log is not None:
@@ -615,7 +615,7 @@ class Drawing:
         for curve in self._curves.curves.values():
             curve.redrawn = True
 
-    def _look(self, state: RunState, now: float) -> None:
+    def _note_changes(self, state: RunState, now: float) -> None:
         parts = self._parts
         changed = self._ranks.update(state, now)
         if changed or state.engine is not None or self._seen is None or len(state.ranks) <= _CARDS:
@@ -637,11 +637,11 @@ class Drawing:
             parts.change("hang", lambda: "".join(html.hang(state)), urgent=True)
             parts.change("tabs", lambda: _tabs(state), urgent=True)
         if not state.awaits_nodes:
-            self._look_at_ranks(state, changed)
-            self._look_at_values(state, changed)
-        self._look_at_curves(state, now)
+            self._note_ranks(state, changed)
+            self._note_values(state, changed)
+        self._note_curves(state, now)
 
-    def _look_at_ranks(self, state: RunState, changed: set[int]) -> None:
+    def _note_ranks(self, state: RunState, changed: set[int]) -> None:
         parts, ranks = self._parts, self._ranks
         gone = [key for key in parts.shown if key[0] in "ru" and key[1:].isdigit()]
         parts.remove(key for key in gone if int(key[1:]) not in state.ranks)
@@ -653,7 +653,7 @@ class Drawing:
             cards = ",".join(map(str, sorted(state.ranks)))
             parts.change("ranks", lambda: f'<div class="nblaunch-cards" data-own data-ranks="{cards}"></div>')
             return
-        self._look_at_groups(changed)
+        self._note_groups(changed)
         if not changed and self._hosts:
             return
         hosts: dict[str, list[int]] = {}
@@ -680,7 +680,7 @@ class Drawing:
                     lambda members=members: _cells(members, ranks, numbered=numbered),  # type: ignore[misc]
                 )
 
-    def _look_at_groups(self, changed: set[int]) -> None:
+    def _note_groups(self, changed: set[int]) -> None:
         if not changed:
             return
         groups = {
@@ -693,7 +693,7 @@ class Drawing:
         for key, known in groups.items():
             parts.change(key, lambda known=known: _group(known, self._ranks), urgent=True)  # type: ignore[misc]
 
-    def _look_at_values(self, state: RunState, changed: set[int]) -> None:
+    def _note_values(self, state: RunState, changed: set[int]) -> None:
         """Draw the values when one is new: those that differ, and those that are more than a short text."""
         if not any(state.ranks[rank].value_text or state.ranks[rank].value_html for rank in changed):
             return
@@ -715,7 +715,7 @@ class Drawing:
 
         self._parts.change("values", lambda: html.values_of(values, framed, short=len(state.ranks) > _CARDS))
 
-    def _look_at_curves(self, state: RunState, now: float) -> None:
+    def _note_curves(self, state: RunState, now: float) -> None:
         if not state.metrics or now < self._curves_due:
             return
         self._curves_due = now + _CURVE_SECONDS

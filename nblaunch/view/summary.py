@@ -95,7 +95,7 @@ def who(alike: Alike) -> str:
 
 def others_lines(state: RunState, found: Blame) -> list[str]:
     """Return a line for all stopped ranks, one for all lost ones, one for each state that is not final."""
-    return [f"{named(ranks)}: {what}" for ranks, what in by_rank(state, found.fate)]
+    return [f"{named(ranks)}: {what}" for ranks, what in by_rank(state, found.outcome)]
 
 
 def traceback_text(failure: FailureRecord) -> str:

@@ -100,11 +100,11 @@ class Held:
 
     def take(self, text: str) -> str | None:
         """Add `text`; return the lines that are now finished, None if there are none."""
-        self._look_for_bars(text)
+        self._find_bars(text)
         text = self._text + text
         return self._finished_above_bars(text) if self._reach else self._finished(text)
 
-    def _look_for_bars(self, text: str) -> None:
+    def _find_bars(self, text: str) -> None:
         reach = _furthest_up(text) if "\x1b[" in text else 0
         self._calm = 0 if reach else self._calm + text.count("\n")
         if reach or self._calm > _CALM_LINES:

@@ -77,7 +77,7 @@ class PlayedNode:
         self.socket.connect(f"tcp://{endpoint}")
         self.finished = False
         self._name = name
-        self._meet: wire.Meet | None = None
+        self._rendezvous: wire.CompleteRendezvous | None = None
         self._ranks: range = range(0)
         self._names_known = False
 
@@ -108,8 +108,8 @@ class PlayedNode:
     def _obey(self, message: wire.ToNode, decoded: Callable[[bytes], ToRank]) -> None:
         match message:
             case wire.OpenGroup(group=group):
-                self.send(wire.MeetAgain(group=group))
-            case wire.Meet():
+                self.send(wire.AwaitingRendezvous(group=group))
+            case wire.CompleteRendezvous():
                 self._begin(message)
             case wire.ForRanks(data=data):
                 self._do(decoded(data))
@@ -120,33 +120,37 @@ class PlayedNode:
             case _:
                 pass
 
-    def _begin(self, meet: wire.Meet) -> None:
-        self._meet, self._ranks = meet, range(meet.base_rank, meet.base_rank + self._nproc)
-        records = tuple(
-            Worker(rank, rank - meet.base_rank, 100_000 + rank - meet.base_rank) for rank in self._ranks
+    def _begin(self, rendezvous: wire.CompleteRendezvous) -> None:
+        self._rendezvous, self._ranks = (
+            rendezvous,
+            range(rendezvous.base_rank, rendezvous.base_rank + self._nproc),
         )
-        self.send(wire.Workers(group=meet.group, attempt=meet.attempt, workers=records))
+        records = tuple(
+            Worker(rank, rank - rendezvous.base_rank, 100_000 + rank - rendezvous.base_rank)
+            for rank in self._ranks
+        )
+        self.send(wire.Workers(group=rendezvous.group, attempt=rendezvous.attempt, workers=records))
         self._say(
             lambda rank: Hello(
                 rank=rank,
                 token="",
-                attempt=meet.attempt,
-                local_rank=rank - meet.base_rank,
-                world_size=meet.world_size,
+                attempt=rendezvous.attempt,
+                local_rank=rank - rendezvous.base_rank,
+                world_size=rendezvous.world_size,
                 node=self._name,
-                pid=100_000 + rank - meet.base_rank,
+                pid=100_000 + rank - rendezvous.base_rank,
             )
         )
 
     def _say(self, *messages: Callable[[int], FromRank]) -> None:
-        meet = self._meet
-        assert meet is not None
+        rendezvous = self._rendezvous
+        assert rendezvous is not None
         data = tuple(encode(message(rank)) for rank in self._ranks for message in messages)
-        self.send(wire.RankMessages(group=meet.group, attempt=meet.attempt, data=data))
+        self.send(wire.RankMessages(group=rendezvous.group, attempt=rendezvous.attempt, data=data))
 
     def _do(self, order: ToRank) -> None:
-        now, meet = time.time(), self._meet
-        assert meet is not None
+        now, rendezvous = time.time(), self._rendezvous
+        assert rendezvous is not None
         match order:
             case Prepare():
                 self._say(
@@ -162,9 +166,9 @@ class PlayedNode:
             case Leave():
                 for rank in self._ranks:
                     exited = Exited(rank=rank, exitcode=0, time=now, expected=True)
-                    gone = wire.Gone(group=meet.group, attempt=meet.attempt, exited=exited)
+                    gone = wire.Gone(group=rendezvous.group, attempt=rendezvous.attempt, exited=exited)
                     self.send(gone)
-                self.send(wire.NodeEnded(group=meet.group))
+                self.send(wire.NodeEnded(group=rendezvous.group))
             case _:
                 pass
 

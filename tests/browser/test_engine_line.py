@@ -11,12 +11,12 @@ pytestmark = pytest.mark.once
 # There is no cluster here: what the engine says is made up, the view and the page are real.
 SHOWN = """
 import threading, time
-from nblaunch.protocol.messages import EngineSaid, EngineState, Hello, Payload, Returned
+from nblaunch.protocol.messages import EngineStatus, EngineState, Hello, Payload, Returned
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.view.display import choose_view
 from nblaunch.view.summary import Header
 
-WAITING = EngineSaid(
+WAITING = EngineStatus(
     engine="slurm", state=EngineState.WAITING, id="3", words="PENDING", reason="Resources",
     place="priority 7", starts=time.time() + 3600, joined=1, wanted=2,
 )
@@ -30,7 +30,7 @@ def shown(state, gate):
         time.sleep(0.02)
 
 def placed(state, seconds):
-    said = EngineSaid(
+    said = EngineStatus(
         engine="slurm", state=EngineState.RUNNING, id="3", hosts=("hA", "hB"), ends=time.time() + seconds + 1
     )
     for rank, host in enumerate(said.hosts):

@@ -22,8 +22,8 @@ VIEW = Path(nblaunch.view.__file__).parent
 MADE_UP = r"""
 import threading, time
 from nblaunch.protocol.messages import (
-    EngineSaid, EngineState, FailureRecord, FrameRecord, GivenTo, Measured, Payload, Phase, Printed, Raised,
-    RankPlace, Returned, Started, Stream, Usage,
+    EngineStatus, EngineState, FailureRecord, FrameRecord, JobAssigned, Measured, Payload, Phase, Printed,
+    Raised, RankPlace, Returned, Started, Stream, Usage,
 )
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.view.display import choose_view
@@ -34,7 +34,7 @@ def on_hosts(ranks, each=8, name="gpu-node-{:03}", started=True):
         rank: RankPlace(rank % each, name.format(rank // each), f"cuda:{rank % each}", 4000 + rank, Phase.JOB)
         for rank in range(ranks)
     }
-    state = advance(RunState.fresh(ranks, time=time.time()), GivenTo(ranks=places, attempt=0))
+    state = advance(RunState.fresh(ranks, time=time.time()), JobAssigned(ranks=places, attempt=0))
     usages = {rank: Usage(97.0, 5 << 30, 71 << 30, 98) for rank in range(ranks)}
     for rank in range(ranks if started else 0):
         state = advance(state, Started(rank=rank, time=1.0))
@@ -324,7 +324,7 @@ def test_an_update_of_thousands_of_ranks_takes_a_moment(front, ranks, one, every
 
 
 WAIT = """
-said = EngineSaid(
+said = EngineStatus(
     engine="slurm", state=EngineState.WAITING, id="1729", words="PENDING", reason="Resources",
     place="priority 4294901757", starts=time.time() + 3600, joined=1, wanted=2,
 )

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 import nblaunch
-from nblaunch.client.launch import prepare_of
+from nblaunch.client.preparation import prepare_of
 from nblaunch.host.usage import GpuMeter, SeenGpus
 
 GPUS = torch.cuda.device_count()

@@ -554,7 +554,7 @@ for line in sys.stdin:
     print(json.dumps(found), flush=True)
     del job
 """
-GIVER = """
+OWNER = """
 import json, random, subprocess, sys
 import nblaunch
 PRINTS, TAKER, moments, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -591,7 +591,7 @@ def test_both_have_the_whole_result_where_one_takes_the_session_at_any_moment_of
     moments, seed
 ):
     """Each round the one gives a job while the other takes the session; then the first takes it back."""
-    program = [sys.executable, "-c", GIVER, PRINTS, TAKER, str(moments), str(seed)]
+    program = [sys.executable, "-c", OWNER, PRINTS, TAKER, str(moments), str(seed)]
     ran = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True)
     before = 0
     for number, (moment, own, taken) in enumerate(json.loads(ran.stdout)):

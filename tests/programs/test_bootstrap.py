@@ -28,11 +28,11 @@ from wheels import add_wheel
 
 from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.bootstrap import FAILED
-from nblaunch.nodes.engine import NodeProgram, Wish
-from nblaunch.nodes.environment import Wheels, made_before, name_of
+from nblaunch.nodes.engine import NodeProgram, NodeRequest
 from nblaunch.nodes.process import ProcessEngine
+from nblaunch.nodes.sync_env import Wheels, made_before, name_of
 from nblaunch.protocol.client import NodeEnvironment
-from nblaunch.protocol.messages import EngineSaid
+from nblaunch.protocol.messages import EngineStatus
 
 KEY = b"a-key-that-only-the-program-gets\n"
 REPORT = "import sys, tiny; print(sys.prefix, tiny.VERSION, sys.stdin.read().strip(), *sys.argv[1:])"
@@ -310,15 +310,17 @@ def test_a_host_without_a_network_to_an_index_gets_the_wheels_from_the_notebooks
         )
         script.chmod(0o700)
         environ = {**host.environ, "UV_HTTP_RETRIES": "0", "UV_CACHE_DIR": str(tmp_path / "uv")}
-        wish = Wish(least=1, most=1, nproc=1, name="nb", environ=environ, cwd="/", python=str(script))
+        request = NodeRequest(
+            least=1, most=1, nproc=1, name="nb", environ=environ, cwd="/", python=str(script)
+        )
         wanted = host.wanted(sources=("--no-index", f"--find-links {url}"))
         private = tmp_path / "private"
         private.mkdir()
-        wheels = Wheels(wanted, wish, private)
-        said: list[EngineSaid] = []
+        wheels = Wheels(wanted, request, private)
+        said: list[EngineStatus] = []
         asking = Asking(
             ProcessEngine,
-            wish,
+            request,
             lambda: made_before(program, wanted, wheels.files()),
             said.append,
             ended.append,

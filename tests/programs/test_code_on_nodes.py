@@ -20,7 +20,7 @@ from lanes import left_out
 
 import nblaunch
 from nblaunch import CaptureError, RunFailedError
-from nblaunch.capture.modules import digest_of
+from nblaunch.capture.own_modules import digest_of
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -311,7 +311,7 @@ def test_strangers_on_the_port_for_data_change_nothing(runtime, stations):
             raw.recv(1000)
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as unused:
-        server = link.encrypted(unused, KEY, "giver")
+        server = link.encrypted(unused, KEY, "sender")
     with zmq.Context() as context, context.socket(zmq.DEALER) as unused:
         control = link.encrypted(unused, KEY, "node")
     piece = encode(Piece(number=1, offset=0, total=1, group=GROUP))
@@ -331,7 +331,7 @@ def test_what_is_no_piece_is_ignored_also_from_who_has_the_key(runtime, stations
     (node,) = on_this_machine(stations, 1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = context.socket(zmq.DEALER)
-    link.encrypted(peer, KEY, "giver")
+    link.encrypted(peer, KEY, "sender")
     peer.connect(node.data.address)
     for frames in ([b""], [pickle.dumps(Harm()), b"x"], [encode(Leaving())], [b"\x80" * 100] * 3):
         peer.send_multipart(frames)

@@ -187,9 +187,9 @@ def test_memory_that_processes_may_not_open_is_a_problem(script):
 def temporary(script, tmpdir):
     source = """
     import json
-    from nblaunch.checks import machine, runtime
-    own = runtime.DoctorRuntime()
-    found = list(machine.temporary_directory(own))
+    from nblaunch.checks import resources, own_runtime
+    own = own_runtime.DoctorRuntime()
+    found = list(resources.temporary_directory(own))
     own.close()
     print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
     """
@@ -219,9 +219,9 @@ def test_a_low_limit_on_open_files_is_named(script, limit, level):
         pytest.skip("the hard limit is lower")
     source = f"""
     import json, resource, sys
-    from nblaunch.checks import machine
+    from nblaunch.checks import resources
     resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
-    found = machine.open_files()
+    found = resources.open_files()
     print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
     """
     found = named("open files", printed(script(source)))
@@ -249,9 +249,9 @@ def test_a_process_at_its_limit_of_files_is_looked_at_all_the_same(script):
 def test_a_limited_address_space_is_named(script):
     source = """
     import json, resource
-    from nblaunch.checks import machine
+    from nblaunch.checks import resources
     resource.setrlimit(resource.RLIMIT_AS, (1 << 34, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    found = machine.memory()
+    found = resources.memory()
     print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
     """
     level, summary, _ = named("address space", printed(script(source)))

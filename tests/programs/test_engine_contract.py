@@ -31,11 +31,11 @@ from lanes import sampled
 from wheels import add_wheel
 
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import ENGINES, NodeProgram, Wish, engine_of
-from nblaunch.nodes.environment import made_before, name_of
+from nblaunch.nodes.engine import ENGINES, NodeProgram, NodeRequest, engine_of
+from nblaunch.nodes.sync_env import made_before, name_of
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import NodeEnvironment
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.protocol.messages import EngineState, EngineStatus
 from nblaunch.protocol.reports import awaited_nodes
 
 FAKE = str(Path(__file__).parents[1] / "fake_node.py")
@@ -62,11 +62,11 @@ class Place:
     def engine(self):
         return engine_of(LaunchOptions(on="=".join(filter(None, (self.name, self.argument)))))
 
-    def wish(self, least: int = 2, most: int = 2, **more) -> Wish:
+    def request(self, least: int = 2, most: int = 2, **more) -> NodeRequest:
         environ = {**os.environ, **self.environ}
         name = f"nblaunch-{os.urandom(4).hex()}"
-        wish = {"nproc": 1, "name": name, "argument": self.argument, "cwd": "/", "python": sys.executable}
-        return Wish(**{**wish, "least": least, "most": most, "environ": environ, **more})
+        request = {"nproc": 1, "name": name, "argument": self.argument, "cwd": "/", "python": sys.executable}
+        return NodeRequest(**{**request, "least": least, "most": most, "environ": environ, **more})
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +135,13 @@ def of_each(*, but: tuple[str, ...] = (), quick: int = 2, slow: tuple[str, ...] 
 class Notebook:
     """The notebook's end: where node programs report, and what `Asking` says."""
 
-    def __init__(self, place: Place, wish: Wish) -> None:
-        self.place, self.wish = place, wish
-        self.listening = socket.create_server((place.engine.address(wish), 0))
+    def __init__(self, place: Place, request: NodeRequest) -> None:
+        self.place, self.request = place, request
+        self.listening = socket.create_server((place.engine.address(request), 0))
         self.nodes: list[dict[str, Any]] = []
-        self.said: list[tuple[float, EngineSaid]] = []
+        self.said: list[tuple[float, EngineStatus]] = []
         self.ended: list[str] = []
-        self.remarks: list[str] = []
+        self.notices: list[str] = []
         self.words: tuple[str, ...] = ()
         self.environment: NodeEnvironment | None = None
         self.typed: list[subprocess.Popen[bytes]] = []
@@ -150,7 +150,7 @@ class Notebook:
         self._answering.start()
         self.began = time.monotonic()
         self.asking = Asking(
-            place.engine, wish, self.program, self.tell, self.ended.append, remark=self.remarks.append
+            place.engine, request, self.program, self.tell, self.ended.append, notify=self.notices.append
         )
 
     def program(self) -> NodeProgram:
@@ -158,7 +158,7 @@ class Notebook:
         program = NodeProgram((FAKE, f"{host}:{port}", *self.words, "--key-stdin"), f"{KEY}\n".encode())
         return program if self.environment is None else made_before(program, self.environment)
 
-    def tell(self, said: EngineSaid) -> None:
+    def tell(self, said: EngineStatus) -> None:
         self.said.append((time.monotonic() - self.began, said))
 
     def start(self, *words: str) -> Notebook:
@@ -167,9 +167,9 @@ class Notebook:
         self.began = time.monotonic()
         self.asking.start()
         if self.place.name == "join":
-            cluster.eventually(lambda: self.remarks, "it is said what to type")
-            line = self.remarks[0].splitlines()[-1]
-            environ = {**self.wish.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            cluster.eventually(lambda: self.notices, "it is said what to type")
+            line = self.notices[0].splitlines()[-1]
+            environ = {**self.request.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
             self.typed = [subprocess.Popen(["sh", "-c", f"exec env {line}"], env=environ) for _ in range(2)]
         return self
 
@@ -186,7 +186,7 @@ class Notebook:
             self.asking.joined(each["place"])
         self.await_state(EngineState.RUNNING)
 
-    def await_state(self, state: EngineState, seconds: float = 10) -> EngineSaid:
+    def await_state(self, state: EngineState, seconds: float = 10) -> EngineStatus:
         cluster.eventually(
             lambda: state in [said.state for _, said in self.said], f"{state}: {self.said}", seconds
         )
@@ -230,8 +230,8 @@ def notebook(place) -> Iterator[Callable[..., Notebook]]:
     """Give `notebook(least, most, ...)`; nothing of it is left."""
     made: list[Notebook] = []
 
-    def make(**wish) -> Notebook:
-        made.append(Notebook(place, place.wish(**wish)))
+    def make(**request) -> Notebook:
+        made.append(Notebook(place, place.request(**request)))
         return made[-1]
 
     yield make
@@ -301,7 +301,7 @@ def test_a_program_that_fails_is_named_with_its_host_and_its_words(notebook):
 @pytest.mark.slow_at("slurm-inside")
 @of_each(but=("join", "process"), quick=0)
 def test_a_python_that_a_host_has_not_is_named(notebook):
-    why = notebook(python="/nowhere/python", python_given=True).start().await_end()
+    why = notebook(python="/nowhere/python", python_named=True).start().await_end()
     assert "/nowhere/python" in why
     assert re.match("the node on (alpha|beta) ended before it joined, with exit code ", why)
 
@@ -310,7 +310,7 @@ def test_a_python_that_a_host_has_not_is_named(notebook):
 def test_what_is_advised_where_ssh_refuses_a_host_makes_it_work(ssh_hosts, tmp_path):
     ask = f"-o UserKnownHostsFile={tmp_path}/known -o StrictHostKeyChecking=ask"
     place = Place("ssh", "alpha", {"NBLAUNCH_SSH": f"{ssh_hosts.command} {ask}"})
-    refused = Notebook(place, place.wish(least=1, most=1))
+    refused = Notebook(place, place.request(least=1, most=1))
     try:
         why = refused.start().await_end()
     finally:
@@ -327,7 +327,7 @@ def test_what_is_advised_where_ssh_refuses_a_host_makes_it_work(ssh_hosts, tmp_p
             said += terminal.read(1024)
         terminal.write(b"yes\n")
         assert asking.wait(10) == 0, said
-    accepted = Notebook(place, place.wish(least=1, most=1))
+    accepted = Notebook(place, place.request(least=1, most=1))
     try:
         assert accepted.start().here(1)
     finally:
@@ -374,21 +374,21 @@ def test_enough_hosts_are_enough(notebook):
 @of_each()
 def test_a_request_is_withdrawn_at_any_time_and_twice_is_once(place):
     for pause in (0.0, 0.1, 0.4):
-        wish = place.wish()
-        allocation = place.engine.ask(wish)
+        request = place.request()
+        allocation = place.engine.ask(request)
         time.sleep(pause)
         allocation.status()
         assert seconds_of(allocation.cancel) <= 0.6
         assert seconds_of(allocation.cancel) <= 0.1
         assert allocation.status().state is EngineState.ENDED
-        cluster.eventually(partial(is_withdrawn, place, wish), "it is withdrawn", 3)
+        cluster.eventually(partial(is_withdrawn, place, request), "it is withdrawn", 3)
 
 
-def is_withdrawn(place: Place, wish: Wish) -> bool:
+def is_withdrawn(place: Place, request: NodeRequest) -> bool:
     """Whether the cluster has nothing of what was asked for."""
     if place.ray is not None:
-        return wish.name not in place.ray.groups and place.ray.actors == 0
-    return place.slurm is None or wish.name not in place.slurm.run("squeue", "-h", "-o", "%j")
+        return request.name not in place.ray.groups and place.ray.actors == 0
+    return place.slurm is None or request.name not in place.slurm.run("squeue", "-h", "-o", "%j")
 
 
 @of_each(quick=1)
@@ -399,7 +399,7 @@ def test_nothing_is_left_of_nodes_that_are_given_back_while_they_run(notebook, p
     meeting.hang_up()
     for each in meeting.nodes:
         gone(each["pid"])
-    cluster.eventually(partial(is_withdrawn, place, meeting.wish), "no job is left", 3)
+    cluster.eventually(partial(is_withdrawn, place, meeting.request), "no job is left", 3)
     assert not list(Path(os.environ["TMPDIR"]).glob("nblaunch-????????/join-key"))
 
 
@@ -469,7 +469,7 @@ def environments(tmp_path) -> Environments:
 
 @of_each(but=OF_THEIR_OWN, quick=0, slow=("ssh", "slurm-inside", "ray", "ray-client"))
 def test_a_program_runs_in_an_environment_that_is_made_on_its_host(notebook, environments):
-    meeting = notebook(python=environments.python, python_given=True)
+    meeting = notebook(python=environments.python, python_named=True)
     meeting.environment = environments.wanted()
     nodes = meeting.start().here()
     assert [each["key"] for each in nodes] == [f"{KEY}\n"] * 2
@@ -485,7 +485,7 @@ def test_hosts_without_uv_get_that_of_the_notebook(notebook, environments, homes
     environments.without_uv()
     if homes == 1:  # all have the home directory, as on most clusters
         (environments.directory / "shared").touch()
-    meeting = notebook(python=environments.python, python_given=True)
+    meeting = notebook(python=environments.python, python_named=True)
     meeting.environment = environments.wanted()
     assert [each["key"] for each in meeting.start().here()] == [f"{KEY}\n"] * 2
     kept = list(environments.directory.glob("cache-*/nblaunch/env/uv-*"))
@@ -495,7 +495,7 @@ def test_hosts_without_uv_get_that_of_the_notebook(notebook, environments, homes
 @of_each(but=OF_THEIR_OWN, quick=0, slow=("ssh", "slurm-inside", "ray", "ray-client"))
 def test_what_is_installed_is_said_and_withdrawn_with_the_request(notebook, environments):
     (environments.directory / "slow").touch()
-    meeting = notebook(python=environments.python, python_given=True)
+    meeting = notebook(python=environments.python, python_named=True)
     meeting.environment = environments.wanted()
     meeting.start()
     hosts = "alpha, beta" if meeting.place.name != "process" else f"{platform.node()}-1, {platform.node()}-2"
@@ -509,7 +509,7 @@ def test_what_is_installed_is_said_and_withdrawn_with_the_request(notebook, envi
 
 @of_each(but=OF_THEIR_OWN, quick=0, slow=("ssh", "slurm-inside", "ray", "ray-client"))
 def test_a_package_that_no_index_has_is_named_with_the_host(notebook, environments):
-    meeting = notebook(python=environments.python, python_given=True)
+    meeting = notebook(python=environments.python, python_named=True)
     meeting.environment = environments.wanted("tiny==1.0", "absent==2.0+cpu")
     why = meeting.start().await_end(15)
     assert re.match(r"the node on \S+ ended before it joined, with exit code 4", why)
@@ -518,12 +518,12 @@ def test_a_package_that_no_index_has_is_named_with_the_host(notebook, environmen
 
 HOLD = """
 import os, sys
-from nblaunch.nodes.engine import NodeProgram, Wish, engine_of
+from nblaunch.nodes.engine import NodeProgram, NodeRequest, engine_of
 from nblaunch.options.launch import LaunchOptions
-engine, wish = engine_of(LaunchOptions(on={on!r})), Wish(**{wish!r})
-if engine.at_end(wish):
-    local.server.at_end(engine.at_end(wish))
-allocation = engine.ask(wish)
+engine, request = engine_of(LaunchOptions(on={on!r})), NodeRequest(**{request!r})
+if engine.at_end(request):
+    local.server.at_end(engine.at_end(request))
+allocation = engine.ask(request)
 """
 
 
@@ -531,9 +531,9 @@ allocation = engine.ask(wish)
 @of_each(quick=1)
 def test_a_runtime_that_is_killed_leaves_nothing(place, poke):
     """The keeper gives back what no process of ours holds."""
-    notebook = Notebook(place, wish := place.wish())
-    fields = {name: getattr(wish, name) for name in wish.__dataclass_fields__}
-    poke(HOLD.format(on="=".join(filter(None, (place.name, place.argument))), wish=fields))
+    notebook = Notebook(place, request := place.request())
+    fields = {name: getattr(request, name) for name in request.__dataclass_fields__}
+    poke(HOLD.format(on="=".join(filter(None, (place.name, place.argument))), request=fields))
     states = EngineState.GRANTED.value, EngineState.ENDED.value
     cluster.eventually(
         lambda: poke("allocation.status().state.value") in states, "they are granted", place.patience
@@ -542,15 +542,15 @@ def test_a_runtime_that_is_killed_leaves_nothing(place, poke):
     program = notebook.program()
     poke(f"allocation.start(NodeProgram({program.arguments!r}, {program.stdin!r}))")
     if place.name == "join":
-        assert list(Path(os.environ["TMPDIR"]).glob(f"{wish.name}/join-key"))
+        assert list(Path(os.environ["TMPDIR"]).glob(f"{request.name}/join-key"))
     else:
         notebook.here()
     with contextlib.suppress(json.JSONDecodeError, OSError):
         poke("os.kill(os.getpid(), 9)")
     # A cluster that is reached by ray:// waits for a driver that is cut off.
     seconds = 8 if place.ray is not None and place.argument else 3
-    cluster.eventually(partial(is_withdrawn, place, wish), "no job is left", seconds)
-    cluster.eventually(lambda: not Path(os.environ["TMPDIR"], wish.name).exists(), "no key is left")
+    cluster.eventually(partial(is_withdrawn, place, request), "no job is left", seconds)
+    cluster.eventually(lambda: not Path(os.environ["TMPDIR"], request.name).exists(), "no key is left")
     notebook.close()
 
 

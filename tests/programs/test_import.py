@@ -77,7 +77,7 @@ def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
 @pytest.mark.quick
 def test_importing_the_options_loads_neither_torch_nor_ipython():
     code = (
-        "import sys, nblaunch.options.line\n"
+        "import sys, nblaunch.options.command_line\n"
         "print([name for name in ('torch', 'IPython') if name in sys.modules])"
     )
     assert fresh(code) == "[]\n"

@@ -36,7 +36,7 @@ class Stubborn:
         return "stubborn"
 trained, stubborn = 7, Stubborn()
 """
-HASTY = "from nblaunch.runtime import requests; requests._LOOK_SECONDS = requests._LOOK_ENDS_SECONDS = 0.3"
+HASTY = "from nblaunch.runtime import requests; requests._QUERY_SECONDS = requests._QUERY_ENDS_SECONDS = 0.3"
 HANDLER = """
 import gc, threading
 from nblaunch.runtime.requests import RequestHandler
@@ -45,8 +45,8 @@ from nblaunch.runtime.requests import RequestHandler
 
 
 @pytest.fixture
-def giver(detached_kernels):
-    """Give a kernel that has the session, whose runtime a test can reach as `giver.poke`."""
+def owner(detached_kernels):
+    """Give a kernel that has the session, whose runtime a test can reach as `owner.poke`."""
     kernel = detached_kernels()
     poked.of_kernel(kernel)
     kernel.ok(f"{START}\nx = 1")
@@ -56,36 +56,36 @@ def giver(detached_kernels):
 
 
 def test_a_look_that_will_not_end_costs_no_variable_and_its_client_is_named(
-    giver, detached_kernels, eventually, free
+    owner, detached_kernels, eventually, free
 ):
     watcher = detached_kernels()
-    giver.ok(STUBBORN.format(free=str(free)))
-    giver.poke(HASTY)
+    owner.ok(STUBBORN.format(free=str(free)))
+    owner.poke(HASTY)
     watcher.ok("%distributed attach train")
     look = watcher.submit("%distributed inspect stubborn")
-    eventually(lambda: "rank 0: running" in giver.ok("%distributed status").result, "it is at work")
+    eventually(lambda: "rank 0: running" in owner.ok("%distributed status").result, "it is at work")
     for _ in range(2):
-        busy = giver.fails("%%distributed\ntrained").evalue
+        busy = owner.fails("%%distributed\ntrained").evalue
         assert f"(process {watcher.pid}) looks into its ranks" in busy
     assert Path(f"{free}.stopped").exists()
     free.touch()
     assert "was interrupted" in look.finish().error.evalue
-    giver.ok("%%distributed --out res\ntrained")
-    assert giver.value("res.values") == [7, 7]
+    owner.ok("%%distributed --out res\ntrained")
+    assert owner.value("res.values") == [7, 7]
 
 
 @pytest.mark.slow
 def test_a_job_that_waited_while_its_client_lost_the_session_is_refused(
-    giver, detached_kernels, eventually, free
+    owner, detached_kernels, eventually, free
 ):
     watcher, taker = detached_kernels(), detached_kernels()
-    giver.ok(STUBBORN.format(free=str(free)))
+    owner.ok(STUBBORN.format(free=str(free)))
     watcher.ok("%distributed attach train")
     look = watcher.submit("%distributed inspect stubborn")
-    eventually(lambda: "rank 0: running" in giver.ok("%distributed status").result, "it is at work")
-    giver.poke(HANDLER)
-    late = giver.submit("%%distributed\ntrained = 8")
-    eventually(lambda: giver.poke("len(handler._early)") == 1, "it waits")
+    eventually(lambda: "rank 0: running" in owner.ok("%distributed status").result, "it is at work")
+    owner.poke(HANDLER)
+    late = owner.submit("%%distributed\ntrained = 8")
+    eventually(lambda: owner.poke("len(handler._early)") == 1, "it waits")
     taker.ok("%distributed attach train --take")
     free.touch()
     assert f"(pid {taker.pid} on " in late.finish().error.evalue
@@ -105,27 +105,27 @@ threading.Thread.start = refuse
 """
 
 
-def test_a_request_that_is_refused_for_want_of_a_thread_is_not_carried_out_later(giver, eventually):
-    giver.ok("%%distributed\ntrained = 7")
-    giver.poke(EXHAUST)
-    refused = giver.fails("%distributed restart").evalue
+def test_a_request_that_is_refused_for_want_of_a_thread_is_not_carried_out_later(owner, eventually):
+    owner.ok("%%distributed\ntrained = 7")
+    owner.poke(EXHAUST)
+    refused = owner.fails("%distributed restart").evalue
     assert (
         "needs a thread for this, and the system refuses: can't start new thread. Nothing was run." in refused
     )
-    giver.poke("threading.Thread.start = start; gate.set()")
-    eventually(lambda: giver.poke("handler._pool._work_queue.empty()"), "all that was queued is done")
-    giver.ok("%%distributed --out res\ntrained")
-    assert giver.value("res.values") == [7, 7]
+    owner.poke("threading.Thread.start = start; gate.set()")
+    eventually(lambda: owner.poke("handler._pool._work_queue.empty()"), "all that was queued is done")
+    owner.ok("%%distributed --out res\ntrained")
+    assert owner.value("res.values") == [7, 7]
 
 
 @pytest.mark.slow
-def test_sockets_that_a_cleaner_removed_are_bound_again_without_a_client(giver, detached_kernels, eventually):
-    giver.ok("%%distributed\ntrained = 7")
-    root = Path(giver.poke("str(local.directory.root())"))
-    giver.kill()
+def test_sockets_that_a_cleaner_removed_are_bound_again_without_a_client(owner, detached_kernels, eventually):
+    owner.ok("%%distributed\ntrained = 7")
+    root = Path(owner.poke("str(local.directory.root())"))
+    owner.kill()
     for name in ("client", "notes"):
         (root / name).unlink()
-    giver.poke(f"{HANDLER}handler.changed.set()")  # as each minute
+    owner.poke(f"{HANDLER}handler.changed.set()")  # as each minute
     eventually((root / "client").exists, "it is bound again")
     other = detached_kernels()
     other.ok("%distributed attach train")
@@ -134,9 +134,9 @@ def test_sockets_that_a_cleaner_removed_are_bound_again_without_a_client(giver, 
 
 
 @pytest.mark.parametrize("other", ["platform.python_version = lambda: '3.99.0'", "found._release = '9.9.0'"])
-def test_a_client_of_another_python_or_torch_watches_and_gives_no_job(giver, detached_kernels, other):
+def test_a_client_of_another_python_or_torch_watches_and_gives_no_job(owner, detached_kernels, other):
     """It is this Python that says it is another one: what is tried is what it may do."""
-    giver.ok("%%distributed\ntrained = 7")
+    owner.ok("%%distributed\ntrained = 7")
     watcher = detached_kernels()
     watcher.ok(OTHER)
     watcher.ok(f"import platform\n{other}")
@@ -147,8 +147,8 @@ def test_a_client_of_another_python_or_torch_watches_and_gives_no_job(giver, det
         assert ("3.99.0" in refused) is ("python" in other)
         assert ("torch 9.9.0" in refused) is ("python" not in other)
     assert "watched" in watcher.value("repr(session)")
-    giver.ok("%%distributed --out res\ntrained")
-    assert giver.value("res.values") == [7, 7]
+    owner.ok("%%distributed --out res\ntrained")
+    assert owner.value("res.values") == [7, 7]
     watcher.ok("from nblaunch.client import directory\ndirectory.stop('train')")
     assert directory.detached() == {}
 
@@ -176,9 +176,9 @@ directory.stop("train")
 
 
 @pytest.mark.slow
-def test_stop_waits_as_long_as_the_jobs_grace_says(giver, eventually, tmp_path):
+def test_stop_waits_as_long_as_the_jobs_grace_says(owner, eventually, tmp_path):
     begun, saved = tmp_path / "begun", tmp_path / "saved"
-    giver.ok(SAVES.format(begun=str(begun), saved=str(saved)))
+    owner.ok(SAVES.format(begun=str(begun), saved=str(saved)))
     eventually(begun.exists, "it has begun")
     subprocess.run([sys.executable, "-c", STOPS], check=True)
     assert saved.exists()
@@ -191,15 +191,15 @@ lines = [each for each in gc.get_objects() if isinstance(each, ClientConnection)
 
 
 @pytest.mark.slow
-def test_what_waits_for_a_client_that_does_not_read_does_not_grow_with_the_cells(giver, detached_kernels):
+def test_what_waits_for_a_client_that_does_not_read_does_not_grow_with_the_cells(owner, detached_kernels):
     watcher = detached_kernels()
     watcher.ok("%distributed attach train")
-    giver.ok("%%distributed\nglobals().update({f'variable_{number}': number for number in range(2000)})")
+    owner.ok("%%distributed\nglobals().update({f'variable_{number}': number for number in range(2000)})")
     for number in range(30):
-        giver.ok(f"%%distributed\nnew_{number} = {number}")
-    giver.poke(HANDLER + WAITING)
+        owner.ok(f"%%distributed\nnew_{number} = {number}")
+    owner.poke(HANDLER + WAITING)
     # Of each rank the last message, and those of which the socket has a part already.
-    assert giver.poke("max(len(each._outbox) for each in lines)") <= 2 * 2
+    assert owner.poke("max(len(each._outbox) for each in lines)") <= 2 * 2
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train', take=True)")
     assert watcher.value("session.pull('new_29')") == {"new_29": [29, 29]}
 
@@ -289,7 +289,7 @@ STOPPED_KEEPER = IN_A_SECOND + 'sys.exit(__main__.main(["stop", "train"]))'
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("giver")
+@pytest.mark.usefixtures("owner")
 def test_stop_fails_and_says_so_where_processes_are_left():
     entry = directory.detached()["train"]
     for pid in (entry.keeper.pid, entry.runtime.pid):
@@ -305,7 +305,7 @@ def test_stop_fails_and_says_so_where_processes_are_left():
     assert f"its keeper (process {entry.keeper.pid}) has not ended within 1 s" in ran.stderr
 
 
-@pytest.mark.usefixtures("giver")
+@pytest.mark.usefixtures("owner")
 def test_who_attaches_to_a_runtime_that_does_not_answer_is_told_which_process_that_is():
     runtime = directory.detached()["train"].runtime.pid
     os.kill(runtime, signal.SIGSTOP)

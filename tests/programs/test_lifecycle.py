@@ -662,7 +662,7 @@ def live(*arguments):
     from datetime import timedelta
     from torch import distributed
     from nblaunch.host import rendezvous
-    from nblaunch.runtime import main
+    from nblaunch.runtime import runtime_main
 
     shut_down = rendezvous.LoopbackRendezvous.shutdown
 
@@ -673,7 +673,7 @@ def live(*arguments):
             return shut_down(self)
 
     rendezvous.LoopbackRendezvous.shutdown = takes_long
-    main.live(*arguments)
+    runtime_main.live(*arguments)
 """
 STILL_LEAVING = """
 import nblaunch
@@ -694,7 +694,7 @@ BREAKS = """
 def live(*arguments):
     import os
     from nblaunch.host.hub import Hub
-    from nblaunch.runtime import main
+    from nblaunch.runtime import runtime_main
 
     tick = Hub._tick
 
@@ -704,7 +704,7 @@ def live(*arguments):
         tick(self, now)
 
     Hub._tick = breaks
-    main.live(*arguments)
+    runtime_main.live(*arguments)
 """
 BROKEN = """
 import json, os, time

@@ -145,14 +145,14 @@ class Notebook:
     def open(self, group: str = "g", **changed: Any) -> None:
         """Have the node prepare a group."""
         self.send(opened(self, group, **changed))
-        assert self.wait_for(wire.MeetAgain, group=group).after == -1
+        assert self.wait_for(wire.AwaitingRendezvous, group=group).after == -1
 
     def leave(self, group: str = "g", ranks: tuple[int, ...] = (0, 1)) -> None:
         """Release the ranks, whose values are here."""
         self.send(wire.Release(group=group, attempt=0, succeeded=True, others=()))
         self.send_to_ranks(Leave(), group, ranks=ranks)
 
-    def meet(
+    def complete_rendezvous(
         self,
         group: str = "g",
         attempt: int = 0,
@@ -163,7 +163,7 @@ class Notebook:
     ) -> None:
         """Have the node start its ranks as all of an attempt, and wait until these are ready."""
         self.stores.append(host_store("127.0.0.1", range(1)))
-        meet = wire.Meet(
+        complete_rendezvous = wire.CompleteRendezvous(
             group=group,
             attempt=attempt,
             node_rank=0,
@@ -173,7 +173,7 @@ class Notebook:
             store=("127.0.0.1", self.stores[-1].port),
             reason="started",
         )
-        self.send(msgspec.structs.replace(meet, **changed))
+        self.send(msgspec.structs.replace(complete_rendezvous, **changed))
         self.workers = self.wait_for(wire.Workers, group=group, attempt=attempt).workers
         for _ in range(2):
             assert self.wait_for(Hello, attempt=attempt).node == "hB"
@@ -269,7 +269,7 @@ def test_it_joins_with_the_key_of_its_standard_input_and_shows_it_nowhere(notebo
     assert (arriving.inventory.torch, arriving.inventory.backend) == (str(torch.__version__), "gloo")
     notebook.send(wire.Admitted(name="hB", silence=15.0, now=time.time()))
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     processes = family(node.pid)
     assert len(processes) >= 5  # itself, its keeper, the fork server, two ranks
     for each in processes:
@@ -309,7 +309,7 @@ def test_a_node_that_is_not_let_in_gives_the_reason(notebook):
 def test_a_group_runs_a_job_from_its_meeting_to_its_end(notebook):
     node = notebook.admit(now=time.time() + AHEAD)
     notebook.open()
-    notebook.meet(backend=None, node_rank=1, node_count=2, base_rank=2, world_size=4)
+    notebook.complete_rendezvous(backend=None, node_rank=1, node_count=2, base_rank=2, world_size=4)
     assert [(each.rank, each.local_rank) for each in notebook.workers] == [(2, 0), (3, 1)]
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     source = f"""
@@ -340,7 +340,7 @@ def test_ranks_on_gpus_let_go_of_nccl_before_the_first_is_ended(notebook):
     """These have no GPU, and so nothing to let go of: they answer at once."""
     node = notebook.admit()
     notebook.open()
-    notebook.meet(device_type="cuda")
+    notebook.complete_rendezvous(device_type="cuda")
     notebook.send(wire.Restart(group="g", attempt=0))
     kinds: list[type] = []
     while kinds.count(wire.Gone) < 2:
@@ -348,14 +348,14 @@ def test_ranks_on_gpus_let_go_of_nccl_before_the_first_is_ended(notebook):
         notebook.take()
         kinds = [type(each) for each, _ in notebook.said if isinstance(each, Aborted | wire.Gone)]
     assert kinds == [Aborted, Aborted, wire.Gone, wire.Gone]
-    notebook.wait_for(wire.MeetAgain, after=0)
+    notebook.wait_for(wire.AwaitingRendezvous, after=0)
     notebook.finish(node)
 
 
 def test_a_payload_that_comes_in_pieces_and_values_that_leave_in_pieces(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     big = torch.arange(1_000_000)
     sizes, whole = packed(big=big)
     half = len(whole) // 2
@@ -379,7 +379,7 @@ def test_a_payload_that_comes_in_pieces_and_values_that_leave_in_pieces(notebook
 def test_ranks_are_replaced_when_the_notebook_says_so(notebook):
     node = notebook.admit()
     notebook.open(keep=True)
-    notebook.meet()
+    notebook.complete_rendezvous()
     before = {each.pid for each in notebook.workers}
     notebook.send_to_ranks(cell("import time; time.sleep(1000)"))
     for _ in range(2):
@@ -387,9 +387,9 @@ def test_ranks_are_replaced_when_the_notebook_says_so(notebook):
     notebook.send(wire.Restart(group="g", attempt=0))
     for rank in (0, 1):
         assert notebook.gone(rank).expected
-    assert notebook.wait_for(wire.MeetAgain).after == 0
+    assert notebook.wait_for(wire.AwaitingRendezvous).after == 0
     notebook.send(wire.Restart(group="g", attempt=0))  # too late: there is nobody to end
-    notebook.meet(attempt=1)
+    notebook.complete_rendezvous(attempt=1)
     assert not before & {each.pid for each in notebook.workers}
     notebook.send_to_ranks(cell("1"), attempt=0)  # of the attempt before
     notebook.send_to_ranks(cell("rank + 2"), attempt=1)
@@ -400,12 +400,12 @@ def test_ranks_are_replaced_when_the_notebook_says_so(notebook):
 def test_a_rank_that_dies_is_reported_and_the_node_waits_for_the_next_attempt(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     os.kill(notebook.workers[1].pid, signal.SIGKILL)
     gone = notebook.gone(1)
     assert (gone.exitcode, gone.expected) == (-9, False)
     assert notebook.gone(0).expected
-    assert notebook.wait_for(wire.MeetAgain).after == 0
+    assert notebook.wait_for(wire.AwaitingRendezvous).after == 0
     notebook.send(wire.EndGroup(group="g", succeeded=False))
     assert notebook.wait_for(wire.NodeEnded, group="g").error == ""
     notebook.finish(node)
@@ -415,7 +415,7 @@ def test_one_node_serves_several_groups_at_a_time(notebook):
     node = notebook.admit()
     for group in ("a", "b"):
         notebook.open(group, keep=group == "a")
-        notebook.meet(group)
+        notebook.complete_rendezvous(group)
         notebook.send_to_ranks(cell("import os; os.environ['OF_THE_RUN']"), group)
         assert notebook.values() == [group, group]
     notebook.leave("b")
@@ -439,14 +439,14 @@ def test_a_group_that_cannot_be_opened_is_refused_and_the_node_goes_on(notebook)
 def test_a_variable_that_has_no_effect_in_forks_is_named(notebook):
     node = notebook.admit()
     notebook.send(opened(notebook, "g", env=(("MALLOC_ARENA_MAX", "2"),)))
-    assert "no effect in the ranks: MALLOC_ARENA_MAX" in notebook.wait_for(wire.MeetAgain).error
+    assert "no effect in the ranks: MALLOC_ARENA_MAX" in notebook.wait_for(wire.AwaitingRendezvous).error
     notebook.finish(node)
 
 
 def test_it_asks_to_leave_after_a_signal_and_ends_when_it_may(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     processes = family(node.pid)
     node.terminate()
     assert notebook.wait_for(wire.Notice).words == "got SIGTERM"
@@ -462,7 +462,7 @@ def test_it_asks_to_leave_after_a_signal_and_ends_when_it_may(notebook):
 def test_a_warning_is_sent_on_and_ends_nothing(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     for _ in range(2):
         node.send_signal(signal.SIGUSR1)
         notice = notebook.wait_for(wire.Notice)
@@ -475,7 +475,7 @@ def test_a_warning_is_sent_on_and_ends_nothing(notebook):
 def test_a_second_signal_ends_it_at_once(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     processes = family(node.pid)
     node.terminate()
     notebook.wait_for(wire.Notice)
@@ -488,7 +488,7 @@ def test_a_second_signal_ends_it_at_once(notebook):
 def pieces_to(notebook: Notebook, address: str, sizes: tuple[int, ...], whole: bytes) -> Iterator[Any]:
     """Yield what sends the next part of a payload to the node's socket for data."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as data:
-        encrypted(data, notebook.key.encode(), "giver")
+        encrypted(data, notebook.key.encode(), "sender")
         data.connect(address)
         sent = 0
 
@@ -513,7 +513,7 @@ def packed(**captured: object) -> tuple[tuple[int, ...], bytes]:
 def test_a_job_waits_for_its_payload_and_what_follows_waits_behind_it(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     big = torch.arange(100_000)
     sizes, whole = packed(big=big)
     with pieces_to(notebook, notebook.data, sizes, whole) as send:
@@ -533,7 +533,7 @@ def test_a_job_waits_for_its_payload_and_what_follows_waits_behind_it(notebook):
 def test_an_interrupt_ends_a_job_whose_payload_is_on_its_way(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     sizes, whole = packed(big=torch.arange(100_000))
     with pieces_to(notebook, notebook.data, sizes, whole) as send:
         ticket = send(500_000)
@@ -554,7 +554,7 @@ def test_an_interrupt_ends_a_job_whose_payload_is_on_its_way(notebook):
 def test_ranks_are_measured_while_that_is_wanted(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     notebook.send(wire.MeasureRanks(group="g", wanted=True))
     usages = notebook.wait_for(wire.RanksMeasured, group="g", attempt=0).usages
     assert sorted(usages) == [0, 1]
@@ -565,7 +565,7 @@ def test_ranks_are_measured_while_that_is_wanted(notebook):
 def test_it_ends_with_its_connection(notebook):
     node = notebook.admit()
     notebook.open()
-    notebook.meet()
+    notebook.complete_rendezvous()
     notebook.send_to_ranks(cell("import time; time.sleep(1000)"))
     notebook.wait_for(Started)
     processes = family(node.pid)

@@ -31,8 +31,8 @@ from nblaunch._keeper import RUNTIME_LOG
 from nblaunch.client.local import local
 from nblaunch.host import link
 from nblaunch.host import wire as _node_protocol
+from nblaunch.options.command_line import parse_line
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.line import parse_line
 from nblaunch.protocol.messages import ProtocolError
 
 HERE = Path(__file__).parent

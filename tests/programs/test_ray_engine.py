@@ -18,9 +18,9 @@ import pytest
 
 import nblaunch
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import NodeProgram, Wish
+from nblaunch.nodes.engine import NodeProgram, NodeRequest
 from nblaunch.nodes.ray import RayEngine
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.protocol.messages import EngineState, EngineStatus
 from nblaunch.protocol.reports import awaited_nodes
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -41,16 +41,16 @@ class Request:
     def __init__(self, environ: dict[str, str], **given) -> None:
         fields = {"least": 2, "most": 2, "nproc": 1, "name": f"nblaunch-{os.urandom(4).hex()}", "cwd": "/"}
         environ = {**os.environ, **environ}
-        self.wish = Wish(**{**fields, "environ": environ, "python": sys.executable, **given})
-        RayEngine.check(self.wish)
-        self.said: list[EngineSaid] = []
+        self.request = NodeRequest(**{**fields, "environ": environ, "python": sys.executable, **given})
+        RayEngine.check(self.request)
+        self.said: list[EngineStatus] = []
         self.ended: list[str] = []
         sleep = NodeProgram(("-c", "import time; time.sleep(1000)"), b"key\n")
         self.began = time.monotonic()
-        self.asking = Asking(RayEngine, self.wish, lambda: sleep, self.said.append, self.ended.append)
+        self.asking = Asking(RayEngine, self.request, lambda: sleep, self.said.append, self.ended.append)
         self.asking.start()
 
-    def until(self, condition: Callable[[EngineSaid], object], what: str, seconds: float) -> float:
+    def until(self, condition: Callable[[EngineStatus], object], what: str, seconds: float) -> float:
         """Wait for a word of Ray's; return the seconds since the request."""
         cluster.eventually(
             lambda: any(condition(said) for said in self.said), f"{what}: {self.said} {self.ended}", seconds
@@ -80,7 +80,7 @@ def request_nodes(hosts) -> Iterator[Callable[..., Request]]:
     yield make
     for each in made:
         each.asking.stop()
-    ours = {each.wish.name for each in made}
+    ours = {each.request.name for each in made}
     cluster.eventually(lambda: not (ours & {*hosts.groups} or hosts.actors), "nothing is left")
     hosts.forget_drivers()
 
@@ -131,7 +131,7 @@ def test_a_group_that_is_removed_from_outside_is_named(hosts, request_nodes):
     held = request_nodes()
     held.run()
     number = held.said[-1].id
-    hosts.other("remove", held.wish.name)
+    hosts.other("remove", held.request.name)
     why = held.await_end(NAMED)
     assert why == f"ray job {number} has ended: its placement group is REMOVED"
 

@@ -384,15 +384,15 @@ def test_commands_for_the_end_run_once_all_is_gone(start, eventually, tmp_path):
 @pytest.mark.slow
 def test_a_slow_command_for_the_end_delays_nothing_and_ends(start, eventually, tmp_path):
     """What gives a job back may wait for a controller that does not answer at once."""
-    answers, given_back = tmp_path / "answers", tmp_path / "given back"
+    answers, released = tmp_path / "answers", tmp_path / "given back"
     tree = start()
-    wait = f"while ! test -e {answers}; do sleep 0.01; done; touch '{given_back}'"
+    wait = f"while ! test -e {answers}; do sleep 0.01; done; touch '{released}'"
     tree.ask(f"server.at_end(['sh', '-c', {wait!r}]) and None")
     tree.owner.kill()
     eventually(lambda: tree.keeper not in tree.alive(), "the keeper is gone", GONE_SECONDS + 2)
     assert not tree.root.exists()
     answers.touch()
-    eventually(given_back.exists, "the command has ended", GONE_SECONDS)
+    eventually(released.exists, "the command has ended", GONE_SECONDS)
     eventually(tree.gone, "nothing is left", GONE_SECONDS)
 
 

@@ -17,10 +17,16 @@ import pytest
 from nblaunch._errors import OptionError
 from nblaunch.nodes import slurm
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import NodeFate, NodeProgram, Wish, refuse_contradictions, wish_of
+from nblaunch.nodes.engine import (
+    NodeProgram,
+    NodeRequest,
+    ProgramStatus,
+    refuse_contradictions,
+    requested_nodes,
+)
 from nblaunch.nodes.slurm import SlurmEngine
-from nblaunch.options.line import parse_line
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.options.command_line import parse_line
+from nblaunch.protocol.messages import EngineState, EngineStatus
 from nblaunch.protocol.reports import awaited_nodes
 
 SLEEP = "import time; time.sleep(1000)"
@@ -45,34 +51,36 @@ class Request:
     """A request for nodes that run a program, by default `sleep`."""
 
     def __init__(
-        self, hosts: cluster.SlurmCluster, *, source: str = SLEEP, wish: Wish | None = None, **given
+        self, hosts: cluster.SlurmCluster, *, source: str = SLEEP, request: NodeRequest | None = None, **given
     ) -> None:
         fields = {"least": 2, "most": 2, "nproc": 1, "name": f"nblaunch-{os.urandom(4).hex()}", "cwd": "/"}
         environ = {**os.environ, **hosts.environ}
-        self.wish = wish or Wish(**{**fields, "environ": environ, "python": sys.executable, **given})
-        SlurmEngine.check(self.wish)
-        self.said: list[EngineSaid] = []
+        self.request = request or NodeRequest(
+            **{**fields, "environ": environ, "python": sys.executable, **given}
+        )
+        SlurmEngine.check(self.request)
+        self.said: list[EngineStatus] = []
         self.ended: list[str] = []
         program = NodeProgram(("-c", source), b"key\n")
         self.began = time.monotonic()
-        self.asking = Asking(SlurmEngine, self.wish, lambda: program, self.said.append, self.ended.append)
+        self.asking = Asking(SlurmEngine, self.request, lambda: program, self.said.append, self.ended.append)
         self.asking.start()
 
-    def until(self, condition: Callable[[EngineSaid], object], what: str, seconds: float) -> float:
+    def until(self, condition: Callable[[EngineStatus], object], what: str, seconds: float) -> float:
         """Wait for a word of Slurm's; return the seconds since the request."""
         cluster.eventually(
             lambda: any(condition(said) for said in self.said), f"{what}: {self.said}", seconds
         )
         return time.monotonic() - self.began
 
-    def fates(self) -> tuple[NodeFate, ...]:
+    def statuses(self) -> tuple[ProgramStatus, ...]:
         """Return what has become of the programs."""
         assert self.asking._allocation is not None
-        return self.asking._allocation.fates()
+        return self.asking._allocation.statuses()
 
     def run(self) -> None:
         self.until(lambda said: said.state is EngineState.STARTING, "the nodes are granted", 10)
-        for place in range(self.wish.most):
+        for place in range(self.request.most):
             self.asking.joined(place)
         self.until(lambda said: said.state is EngineState.RUNNING, "the nodes run", 10)
 
@@ -89,7 +97,7 @@ def request_nodes(hosts) -> Iterator[Callable[..., Request]]:
     yield make
     for each in made:
         each.asking.stop()
-    ours = {each.wish.name for each in made}
+    ours = {each.request.name for each in made}
     cluster.eventually(lambda: not ours & set(hosts.run("squeue", "-h", "-o", "%j").split()), "none is left")
 
 
@@ -183,10 +191,10 @@ def test_where_squeue_does_not_tell_of_the_job_the_nodes_say_whether_they_are_th
     monkeypatch.setattr(slurm, "_MISSING_SECONDS", 60.0)
     down = Path(environ["PATH"].partition(":")[0], "squeue.down")
     down.touch()
-    held.asking.look()
+    held.asking.poll_soon()
     held.until(lambda said: words in said.reason, "squeue does not tell of it", 10)
     down.unlink()
-    held.asking.look()
+    held.asking.poll_soon()
     held.until(lambda said: said is held.said[-1] and said.reason == "", "squeue tells of it", 10)
     assert held.ended == []
 
@@ -195,7 +203,7 @@ def test_nodes_are_got_from_a_cluster_whose_squeue_takes_seconds(with_squeue, re
     held = request_nodes(environ=with_squeue("sleep 1.2"))
     held.run()
     began = time.monotonic()
-    held.asking.look()
+    held.asking.poll_soon()
     held.asking.stop()
     assert time.monotonic() - began <= WITHDRAWN, "although squeue is at work"
     assert held.ended == []
@@ -217,7 +225,7 @@ def test_a_request_that_waits_longer_than_it_may_is_withdrawn_and_says_what_it_w
 def test_nodes_that_have_been_granted_are_kept_however_long_they_may_wait_in_a_queue(request_nodes):
     held = request_nodes(longest_wait=0.5)
     held.run()
-    held.asking.look()
+    held.asking.poll_soon()
     held.until(lambda _: time.monotonic() > held.began + 1, "its longest wait is over", 10)
     assert (held.ended, held.said[-1].state) == ([], EngineState.RUNNING)
 
@@ -239,7 +247,7 @@ def test_a_node_that_ends_leaves_the_others_at_a_site_with_a_wait_time(hosts, re
     file = tmp_path / "lives"
     held = request_nodes(least=1, source=ONE_ENDS.format(file=str(file)))
     held.run()
-    cluster.eventually(lambda: [each.running for each in held.fates()] == [True, False], "one has ended")
+    cluster.eventually(lambda: [each.running for each in held.statuses()] == [True, False], "one has ended")
     cluster.eventually(file.exists, "the other one lives on")
     assert held.ended == []
 
@@ -256,7 +264,9 @@ def test_a_host_that_fails_leaves_the_others_the_job_where_they_are_enough(hosts
     held.run()
     number = held.said[-1].id
     broken_host()
-    cluster.eventually(lambda: [each.running for each in held.fates()] == [True, False], "its node has ended")
+    cluster.eventually(
+        lambda: [each.running for each in held.statuses()] == [True, False], "its node has ended"
+    )
     assert hosts.jobs() == [f"{number} RUNNING"]
     assert held.ended == []
 
@@ -304,18 +314,18 @@ def test_a_heterogeneous_job_gives_the_nodes_of_its_first_component(hosts, batch
     held = request_nodes(environ=inside(hosts, number, 1, SLURM_HET_SIZE="2"), least=1, most=1)
     held.run()
     assert held.said[-1].hosts == ("alpha",)
-    assert [each.running for each in held.fates()] == [True]
+    assert [each.running for each in held.statuses()] == [True]
 
 
-def of(line: str, environ: dict[str, str]) -> Wish:
+def of(line: str, environ: dict[str, str]) -> NodeRequest:
     options = parse_line(line).options
     refuse_contradictions(options, environ)
-    return wish_of(options, environ, "/")
+    return requested_nodes(options, environ, "/")
 
 
 def test_the_host_of_a_notebook_inside_an_allocation_is_one_node_with_here(hosts, batch, request_nodes):
     environ = inside(hosts, batch("-N2"), 2, SLURMD_NODENAME="alpha")
-    held = request_nodes(wish=of("-n 1 --on slurm --here", environ))
+    held = request_nodes(request=of("-n 1 --on slurm --here", environ))
     held.run()
     assert held.said[-1].hosts == ("beta",)
 
@@ -325,7 +335,7 @@ def test_a_notebook_inside_a_job_of_one_node_asks_for_more(hosts, batch, request
     environ = inside(hosts, number, 1, SLURMD_NODENAME="alpha")
     with pytest.raises(OptionError, match="a new job, for example --slurm"):
         of("-n 1 --on slurm --nnodes 2", environ)
-    held = request_nodes(wish=of("-n 1 --on slurm --nnodes 2 --slurm '-t 1'", environ))
+    held = request_nodes(request=of("-n 1 --on slurm --nnodes 2 --slurm '-t 1'", environ))
     held.run()
     assert held.said[-1].hosts == ("alpha", "beta")
     held.asking.stop()
@@ -334,11 +344,11 @@ def test_a_notebook_inside_a_job_of_one_node_asks_for_more(hosts, batch, request
 
 HOLD = """
 import sys
-from nblaunch.nodes.engine import Wish
+from nblaunch.nodes.engine import NodeRequest
 from nblaunch.nodes.slurm import SlurmEngine
-wish = Wish(**{wish!r})
-local.server.at_end(SlurmEngine.at_end(wish))
-allocation = SlurmEngine.ask(wish)
+request = NodeRequest(**{request!r})
+local.server.at_end(SlurmEngine.at_end(request))
+allocation = SlurmEngine.ask(request)
 """
 
 
@@ -349,8 +359,15 @@ def test_a_runtime_or_a_keeper_that_is_killed_withdraws_what_waits(hosts, full_c
     A keeper that is killed takes the runtime along.
     """
     environ = {**os.environ, **hosts.environ}
-    wish = {"least": 1, "most": 1, "nproc": 1, "name": "nblaunch-waits", "cwd": "/", "python": sys.executable}
-    poke(HOLD.format(wish={**wish, "environ": environ}))
+    request = {
+        "least": 1,
+        "most": 1,
+        "nproc": 1,
+        "name": "nblaunch-waits",
+        "cwd": "/",
+        "python": sys.executable,
+    }
+    poke(HOLD.format(request={**request, "environ": environ}))
     cluster.eventually(lambda: poke("allocation.status().state.value") == "WAITING", "it waits")
     began = time.monotonic()
     with contextlib.suppress(json.JSONDecodeError, OSError):

@@ -20,8 +20,8 @@ import torch
 from patience import eventually
 
 import nblaunch
-from nblaunch.client.launch import prepare_call
 from nblaunch.client.packages import environment_of
+from nblaunch.client.preparation import prepare_call
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.host.join import PLACE
 from nblaunch.options.launch import LaunchOptions

@@ -23,19 +23,19 @@ from servers import kept_server
 
 from nblaunch._inherited import JOIN_KEY
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.client.launch import prepare_of
+from nblaunch.client.preparation import prepare_of
 from nblaunch.group import lifecycle
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import JobState, Trigger
+from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.group.machine import Order
-from nblaunch.group.runtime import LocalRuntime
 from nblaunch.host.rendezvous import host_store
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Placement
 from nblaunch.protocol.messages import CellJob, Dispatch, Exited
 from nblaunch.protocol.state import RunState
-from nblaunch.runtime import launch
+from nblaunch.runtime import worker_groups
 from nblaunch.runtime.place import PlacedRanks
 
 ROOT = Path(__file__).parents[2]
@@ -74,9 +74,9 @@ class Scene:
         )
         prepare = msgspec.structs.replace(prepare_of(options), backend="gloo")
         there = PlacedRanks(Placement(1, "gloo", "cpu", 0), prepare)
-        settings = launch.settings_of(options, there, Caller(), self.local)
-        hosts = launch._hosts(self.local, there, KEY, lambda _: None)
-        self.group: WorkerGroup = launch.new_group(self.local, settings, hosts).group
+        settings = worker_groups.settings_of(options, there, Caller(), self.local)
+        hosts = worker_groups._hosts(self.local, there, KEY, lambda _: None)
+        self.group: WorkerGroup = worker_groups.new_group(self.local, settings, hosts).group
         self._follow(self.group)
         with shared_memory.put(pickling.dumps({}), Path) as sent:
             cell = CellJob(CELL, "cell-1", "Cell In[1]", keeps_value=True)

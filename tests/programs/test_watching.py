@@ -28,7 +28,7 @@ def session():
 
 
 @pytest.fixture
-def giver(detached_kernels):
+def owner(detached_kernels):
     """Give a kernel that has the session; its ranks have x, which is 7."""
     kernel = detached_kernels()
     kernel.ok(f"{START}\nx = 1")
@@ -41,9 +41,9 @@ def giver(detached_kernels):
 
 @pytest.mark.quick
 def test_who_watches_has_the_job_live_its_result_and_a_look_at_the_ranks(
-    giver, detached_kernels, eventually, free
+    owner, detached_kernels, eventually, free
 ):
-    cell = giver.submit(waiting(free, "--session train"))
+    cell = owner.submit(waiting(free, "--session train"))
     eventually(lambda: session().running, "the job runs")
     watcher = detached_kernels(NBLAUNCH_DISPLAY="widget")
     watching = watcher.submit("%distributed attach train")
@@ -52,7 +52,7 @@ def test_who_watches_has_the_job_live_its_result_and_a_look_at_the_ranks(
     ran = watching.finish()
     assert (ran.error, ran.result) == (None, STOPPED)
     assert "has begun" in ran.text
-    assert (session().running, session().client) == ("cell", giver.pid)
+    assert (session().running, session().client) == ("cell", owner.pid)
 
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')")
     assert watcher.value("[[each.title, each.state] for each in session.jobs]") == [
@@ -72,8 +72,8 @@ def test_who_watches_has_the_job_live_its_result_and_a_look_at_the_ranks(
     assert watcher.value("_.values") == ["freed", "freed"]
     assert cell.finish().error is None
     assert "7" in watcher.ok("%distributed inspect x").result
-    giver.ok("%%distributed --out res\nx")
-    assert giver.value("res.values") == [7, 7]
+    owner.ok("%%distributed --out res\nx")
+    assert owner.value("res.values") == [7, 7]
 
 
 GIVING = (
@@ -89,20 +89,20 @@ GIVING = (
 )
 
 
-def test_who_watches_and_gives_a_job_is_told_who_has_the_session(giver, detached_kernels):
+def test_who_watches_and_gives_a_job_is_told_who_has_the_session(owner, detached_kernels):
     watcher = detached_kernels()
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')\nx = 9")
     watcher.ok("%distributed attach train")
     for code in GIVING:
         refused = watcher.fails(code)
         assert refused.ename == "NblaunchError", code
-        assert f"takes jobs from the notebook's kernel (pid {giver.pid} on " in refused.evalue, code
+        assert f"takes jobs from the notebook's kernel (pid {owner.pid} on " in refused.evalue, code
         assert "Take it over with %distributed attach train --take." in refused.evalue, code
     assert watcher.value("repr(session)") == "<Session 'train': 2 ranks, gloo, watched>"
     # It ends its own watching, and nothing else.
     watcher.ok("session.close()")
-    giver.ok("%%distributed --out res\nx")
-    assert giver.value("res.values") == [7, 7]
+    owner.ok("%%distributed --out res\nx")
+    assert owner.value("res.values") == [7, 7]
 
 
 FAST = """
@@ -119,29 +119,29 @@ with session:
 
 
 @pytest.mark.slow
-def test_a_script_watches_too_and_its_end_ends_nothing(giver):
+def test_a_script_watches_too_and_its_end_ends_nothing(owner):
     ran = subprocess.run([sys.executable, "-c", FAST], capture_output=True, text=True, check=True)
     ok, refused = ran.stdout.splitlines()
     assert ok == "True"
-    assert f"(pid {giver.pid} on " in refused
+    assert f"(pid {owner.pid} on " in refused
     assert refused.endswith("Take it over with nblaunch.Session.attach('train', take=True).")
-    giver.ok("%%distributed --out res\nx")
-    assert giver.value("res.values") == [7, 7]
+    owner.ok("%%distributed --out res\nx")
+    assert owner.value("res.values") == [7, 7]
 
 
 # --- who has it next ---------------------------------------------------------------------------------
 
 
-UNAWARE = "nblaunch.client.session.LiveSession._look_at_events = lambda _: None"
+UNAWARE = "nblaunch.client.session.LiveSession._take_events = lambda _: None"
 
 
 @pytest.mark.slow
-def test_who_does_not_know_yet_that_it_has_lost_the_session_is_refused(giver, detached_kernels):
-    giver.ok(f"import nblaunch\nsession = nblaunch.Session.attach('train')\n{UNAWARE}")
+def test_who_does_not_know_yet_that_it_has_lost_the_session_is_refused(owner, detached_kernels):
+    owner.ok(f"import nblaunch\nsession = nblaunch.Session.attach('train')\n{UNAWARE}")
     taker = detached_kernels()
     taker.ok("%distributed attach train --take")
     for code in ("session.run(int)", "session.restart()", "session.interrupt()"):
-        assert f"(pid {taker.pid} on " in giver.fails(code).evalue
+        assert f"(pid {taker.pid} on " in owner.fails(code).evalue
     taker.ok("%%distributed --out res\nx")
     assert taker.value("res.values") == [7, 7]
 
@@ -149,12 +149,12 @@ def test_who_does_not_know_yet_that_it_has_lost_the_session_is_refused(giver, de
 @pytest.mark.slow
 def test_the_first_that_gives_a_job_once_nobody_has_the_session_has_it(detached_kernels, eventually):
     """Those that watch keep it from ending, as every client does."""
-    giver, first, second = detached_kernels(), detached_kernels(), detached_kernels()
-    giver.ok(f"{START} --linger 1s")
-    giver.ok("%%distributed\nx = 7")
+    owner, first, second = detached_kernels(), detached_kernels(), detached_kernels()
+    owner.ok(f"{START} --linger 1s")
+    owner.ok("%%distributed\nx = 7")
     for each in (first, second):
         each.ok("import nblaunch\nsession = nblaunch.Session.attach('train')")
-    giver.kill()
+    owner.kill()
     eventually(lambda: session().client is None, "nobody has it")
     time.sleep(1.5)
     assert session().linger_left is None
@@ -166,7 +166,7 @@ def test_the_first_that_gives_a_job_once_nobody_has_the_session_has_it(detached_
     assert first.value("session.pull('x')") == {"x": [7, 7]}
 
 
-def test_who_watches_takes_the_session_over_later(giver, detached_kernels):
+def test_who_watches_takes_the_session_over_later(owner, detached_kernels):
     watcher = detached_kernels()
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')\n%distributed attach train")
     watcher.ok("%distributed attach train --take")
@@ -174,11 +174,11 @@ def test_who_watches_takes_the_session_over_later(giver, detached_kernels):
     assert watcher.value("res.values") == [8, 8]
     # What this process has attached before may give jobs as well.
     assert watcher.value("session.pull('x')") == {"x": [8, 8]}
-    assert f"(pid {watcher.pid} on " in giver.fails("%%distributed\nx").evalue
-    giver.ok("import nblaunch\nback = nblaunch.Session.attach('train', take=True)")
-    giver.ok("%%distributed --out res\nx")
-    assert giver.value("res.values") == [8, 8]
-    assert f"(pid {giver.pid} on " in watcher.fails("session.run(int)").evalue
+    assert f"(pid {watcher.pid} on " in owner.fails("%%distributed\nx").evalue
+    owner.ok("import nblaunch\nback = nblaunch.Session.attach('train', take=True)")
+    owner.ok("%%distributed --out res\nx")
+    assert owner.value("res.values") == [8, 8]
+    assert f"(pid {owner.pid} on " in watcher.fails("session.run(int)").evalue
 
 
 SLOW = """
@@ -194,16 +194,16 @@ slow = Slow()
 
 
 @pytest.mark.slow
-def test_a_look_of_one_that_watches_holds_no_job_up_for_long(giver, detached_kernels, eventually):
+def test_a_look_of_one_that_watches_holds_no_job_up_for_long(owner, detached_kernels, eventually):
     watcher = detached_kernels()
-    giver.ok(SLOW)
+    owner.ok(SLOW)
     watcher.ok("%distributed attach train")
     look = watcher.submit("%distributed inspect slow")
-    eventually(lambda: "rank 0: running" in giver.ok("%distributed status").result, "it is at work")
-    ran = giver.run("%%distributed --out res\nx")
+    eventually(lambda: "rank 0: running" in owner.ok("%distributed status").result, "it is at work")
+    ran = owner.run("%%distributed --out res\nx")
     assert ran.error is None
     assert ran.seconds < 10, ran.seconds
-    assert giver.value("res.values") == [7, 7]
+    assert owner.value("res.values") == [7, 7]
     assert look.finish().error is not None
 
 
@@ -218,16 +218,16 @@ threading.Timer(0.3, lambda: globals().pop("kept")).start()
 
 
 @pytest.mark.slow
-def test_a_look_of_one_that_watches_leaves_what_the_ranks_know_as_it_is(giver, detached_kernels, eventually):
+def test_a_look_of_one_that_watches_leaves_what_the_ranks_know_as_it_is(owner, detached_kernels, eventually):
     """An object that the next job refers to stays until that has found it, also if its variable is gone."""
     watcher = detached_kernels()
     watcher.ok("%distributed attach train")
-    giver.ok("class Thing:\n    pass\nthing = Thing()\nbox, holder = [thing], [thing]")
-    giver.ok("%distributed push box")
-    giver.ok(DROPS)
+    owner.ok("class Thing:\n    pass\nthing = Thing()\nbox, holder = [thing], [thing]")
+    owner.ok("%distributed push box")
+    owner.ok(DROPS)
     eventually(lambda: watcher.run("%distributed inspect kept").error, "the variable is gone")
-    giver.ok("%%distributed --session train --ranks 0 --out res\nholder[0] is ref()")
-    assert giver.value("res.values") == [True]
+    owner.ok("%%distributed --session train --ranks 0 --out res\nholder[0] is ref()")
+    assert owner.value("res.values") == [True]
 
 
 NO_ROOM = """
@@ -239,24 +239,24 @@ for each in [each for each in gc.get_objects() if isinstance(each, archive.Archi
 
 @pytest.mark.slow
 def test_values_that_one_that_watches_has_got_are_there_for_the_giver(detached_kernels, eventually, free):
-    """Where older values are dropped for newer ones, its own wait until the giver has mapped them."""
-    giver, watcher = detached_kernels(), detached_kernels()
-    poked.of_kernel(giver)
-    giver.ok(START)
+    """Where older values are dropped for newer ones, its own wait until the owner has mapped them."""
+    owner, watcher = detached_kernels(), detached_kernels()
+    poked.of_kernel(owner)
+    owner.ok(START)
     poked.run_in(Path(directory.detached()["train"].root), NO_ROOM)
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')")
-    cell = giver.submit(
+    cell = owner.submit(
         waiting(free, "--session train").replace('"freed"', "__import__('numpy').arange(1_000_000)")
     )
     eventually(lambda: session().running, "the job runs")
-    os.kill(giver.pid, signal.SIGSTOP)
+    os.kill(owner.pid, signal.SIGSTOP)
     try:
         free.touch()
         assert watcher.value("[int(each[-1]) for each in session.jobs[-1].result().values]") == [999_999] * 2
     finally:
-        os.kill(giver.pid, signal.SIGCONT)
+        os.kill(owner.pid, signal.SIGCONT)
     assert cell.finish().error is None
-    assert giver.value("[int(each[-1]) for each in _.values]") == [999_999] * 2
+    assert owner.value("[int(each[-1]) for each in _.values]") == [999_999] * 2
 
 
 # --- questions ---------------------------------------------------------------------------------------
@@ -281,9 +281,9 @@ def asked(kernel, text: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_question_is_listed_and_asked_where_the_jobs_are_given(giver, detached_kernels, eventually, free):
+def test_a_question_is_listed_and_asked_where_the_jobs_are_given(owner, detached_kernels, eventually, free):
     free.touch()
-    giver.client.execute(ASKS.replace("FILE", repr(str(free))), allow_stdin=True)
+    owner.client.execute(ASKS.replace("FILE", repr(str(free))), allow_stdin=True)
     eventually(lambda: session().asking == (1,), "the rank asks")
     watcher = detached_kernels(NBLAUNCH_DISPLAY="widget")
     watching = watcher.submit(f"{NOTES_QUESTIONS}\n%distributed attach train")
@@ -299,7 +299,7 @@ def test_a_question_is_listed_and_asked_where_the_jobs_are_given(giver, detached
         assert "s, rank 1 asks for input" in each
     assert "rank 1: running, cpu" in watcher.ok("%distributed status").result
     assert "asks 'name? '" in watcher.ok("%distributed status").result
-    assert asked(giver, "ann") == "[rank 1] name? "
+    assert asked(owner, "ann") == "[rank 1] name? "
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')")
     assert watcher.value("session.jobs[-1].result().values") == [None, "ann"]
     assert session().asking == ()
@@ -307,11 +307,11 @@ def test_a_question_is_listed_and_asked_where_the_jobs_are_given(giver, detached
 
 @pytest.mark.slow
 def test_a_question_that_is_open_while_nobody_is_attached_waits_for_who_attaches(
-    giver, detached_kernels, eventually, free
+    owner, detached_kernels, eventually, free
 ):
-    giver.submit(ASKS.replace("FILE", repr(str(free))))
+    owner.submit(ASKS.replace("FILE", repr(str(free))))
     eventually(lambda: session().running, "the job runs")
-    giver.kill()
+    owner.kill()
     eventually(lambda: session().client is None, "nobody has it")
     free.touch()
     eventually(lambda: session().asking == (1,), "the rank asks")
@@ -341,10 +341,10 @@ def known_by(kernel) -> int:
 
 
 @pytest.mark.slow
-def test_ranks_forget_the_objects_of_a_client_that_was_taken_over(giver, detached_kernels):
-    giver.ok(f"many = [[each] for each in range({MANY})]\nlast = many[-1]")
-    giver.ok("%distributed push many last")
-    assert known_by(giver) > MANY
+def test_ranks_forget_the_objects_of_a_client_that_was_taken_over(owner, detached_kernels):
+    owner.ok(f"many = [[each] for each in range({MANY})]\nlast = many[-1]")
+    owner.ok("%distributed push many last")
+    assert known_by(owner) > MANY
     taker = detached_kernels()
     taker.ok("%distributed attach train --take")
     assert known_by(taker) < 10
@@ -354,27 +354,27 @@ def test_ranks_forget_the_objects_of_a_client_that_was_taken_over(giver, detache
     taker.ok(looked.replace("len", "many[-1].append(few)\nlen", 1))
     assert taker.value("res.values") == [[MANY, [MANY - 1, [1, 2]], True]] * 2
 
-    giver.ok("%distributed attach train --take")
-    assert known_by(giver) < 10
-    giver.ok(looked)
-    assert giver.value("res.values") == [[MANY, [MANY - 1, [1, 2]], True]] * 2
+    owner.ok("%distributed attach train --take")
+    assert known_by(owner) < 10
+    owner.ok(looked)
+    assert owner.value("res.values") == [[MANY, [MANY - 1, [1, 2]], True]] * 2
     # What it sends again is the notebook's, and what it changes follows.
-    giver.ok("%distributed push many last")
-    giver.ok("both = [last, many]")
-    giver.ok(
+    owner.ok("%distributed push many last")
+    owner.ok("both = [last, many]")
+    owner.ok(
         "%%distributed --session train --out res\nlast, both[0] is last, both[1] is many, many[-1] is last"
     )
-    assert giver.value("res.values") == [[[MANY - 1], True, True, True]] * 2
-    assert known_by(giver) > MANY
+    assert owner.value("res.values") == [[[MANY - 1], True, True, True]] * 2
+    assert known_by(owner) > MANY
 
 
 @pytest.mark.slow
-def test_ranks_forget_the_objects_of_a_client_that_is_gone(giver, detached_kernels, eventually):
-    giver.ok(f"many = [[each] for each in range({MANY})]\n%distributed push many")
-    assert known_by(giver) > MANY
+def test_ranks_forget_the_objects_of_a_client_that_is_gone(owner, detached_kernels, eventually):
+    owner.ok(f"many = [[each] for each in range({MANY})]\n%distributed push many")
+    assert known_by(owner) > MANY
     watcher = detached_kernels()
     watcher.ok("%distributed attach train")
-    giver.kill()
+    owner.kill()
     eventually(lambda: session().client is None, "nobody has it")
     assert known_by(watcher) < 10
     watcher.ok("%%distributed --out res\nlen(many)")

@@ -13,10 +13,10 @@ import pytest
 from patience import PATIENCE, eventually
 
 import nblaunch
-from nblaunch.checks import nccl, processes, runtime
+from nblaunch.checks import nccl, own_runtime, processes
 from nblaunch.checks.doctor import Check, examine
+from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import Level
-from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.client.local import OwnRuntime, local
 
 BOUND = 5.0
@@ -157,11 +157,11 @@ def test_a_check_that_waits_for_a_fork_server_goes_on_no_longer_than_the_doctor(
 
 def test_a_runtime_that_is_up_is_described_and_none_is_started():
     local().close()
-    assert list(runtime.of_this_process()) == []
+    assert list(own_runtime.of_this_process()) == []
     assert local().started is None
     with nblaunch.Session(nproc=1, init_process_group=False):
-        found = only(runtime.of_this_process())
+        found = only(own_runtime.of_this_process())
     pid = local().runtime.welcome.pid
     assert found.level is Level.OK
     assert re.fullmatch(rf"process {pid}, \d+ MiB of its own, 1 session", found.summary), found.summary
-    assert only(runtime.of_this_process()).summary.endswith("0 sessions")
+    assert only(own_runtime.of_this_process()).summary.endswith("0 sessions")

@@ -106,7 +106,7 @@ display({"image/png": "aGk=", "text/plain": "figure"}, raw=True)
 def test_a_fresh_run_is_followed_from_its_first_fork(look):
     assert nblaunch.run(lambda: (print("here"), 7)[1], nproc=2).values == [7, 7]
     assert look("len(followed)") == 1
-    assert {"GivenTo", "Hello", "Printed", "Returned"} <= set(look("followed[0].kinds()"))
+    assert {"JobAssigned", "Hello", "Printed", "Returned"} <= set(look("followed[0].kinds()"))
     assert look("followed[0].state.summary.name") == "SUCCEEDED"
 
 

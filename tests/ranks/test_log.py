@@ -195,11 +195,11 @@ def test_the_points_of_the_attempts_before_a_restart_stay(tmp_path):
 
 def log_and_be_killed():
     """Log, see that it has been sent, and end without a word."""
-    from nblaunch.probes import metrics
+    from nblaunch.probes import rank_metrics
 
     for step in range(20):
         nblaunch.log(step=step, loss=step)
-    while metrics._recorder._points:
+    while rank_metrics._recorder._points:
         time.sleep(0.01)
     time.sleep(0.05)  # the socket takes it
     os.kill(os.getpid(), signal.SIGKILL)

@@ -76,7 +76,7 @@ def test_a_magic_of_the_notebook_is_refused_by_name_and_with_what_to_do(kernel):
 
 def test_where_a_fresh_cell_runs_is_decided_once(kernel):
     kernel.ok("""
-        from nblaunch.client import launch
+        from nblaunch.client import preparation
         from nblaunch.client.local import Client
         counted, asked = [], Client.ask
         def count(client, request):

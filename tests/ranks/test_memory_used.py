@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 import nblaunch
-from nblaunch.client.launch import prepare_call
+from nblaunch.client.preparation import prepare_call
 from nblaunch.client.result import describe
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.options.launch import LaunchOptions

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from nblaunch.client.launch import prepare_call
+from nblaunch.client.preparation import prepare_call
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.view.output import items_of, last_line

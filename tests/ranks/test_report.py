@@ -17,7 +17,7 @@ import pytest
 from chaos import MOST_TOKENS, wait_for_the_others
 
 import nblaunch
-from nblaunch.client.launch import prepare_call
+from nblaunch.client.preparation import prepare_call
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.options.launch import LaunchOptions
 

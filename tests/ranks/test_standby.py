@@ -159,7 +159,7 @@ def test_it_can_be_turned_off(start_kernel, eventually):
 
 def test_a_script_prepares_nothing():
     """It may never run anything again; nothing is to be started only to be ended."""
-    from nblaunch.client.launch import standby_wanted
+    from nblaunch.client.preparation import standby_wanted
 
     assert os.environ["NBLAUNCH_STANDBY"] == "0"
     with pytest.MonkeyPatch.context() as environment:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from nblaunch.client.launch import prepare_call
+from nblaunch.client.preparation import prepare_call
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.host import usage
 from nblaunch.host.usage import GpuMeter, Meter, SeenGpus

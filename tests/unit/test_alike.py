@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nblaunch.protocol.messages import (
     Exited,
     FailureRecord,
-    GivenTo,
+    JobAssigned,
     Payload,
     Phase,
     Printed,
@@ -37,7 +37,7 @@ answers = st.dictionaries(st.integers(0, 200), st.integers(0, 4), max_size=60)
 
 def run_of(ranks, *messages, device="cpu"):
     places = {rank: RankPlace(rank, "box", device.format(rank), rank + 1, Phase.JOB) for rank in range(ranks)}
-    state = advance(RunState.fresh(ranks), GivenTo(ranks=places, attempt=0))
+    state = advance(RunState.fresh(ranks), JobAssigned(ranks=places, attempt=0))
     for message in (*(Started(rank=rank, time=1.0) for rank in range(ranks)), *messages):
         state = advance(state, message)
     return state

@@ -33,7 +33,7 @@ class Notebook:
         [view] = self.knowledge.views([0], self.names, self.variables)
         captured = capture_cell(cell, self.variables, known=view)
         self.knowledge.remember(view, view.delivery(captured))
-        view.look_for_changes()
+        view.find_changes()
         had = self.names[0].names if 0 in self.names else ()
         self.names[0] = Names(rank=0, names=(*had, *captured.names, *captured.packed.carried))
         return view.changed

@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from nblaunch import CaptureError
-from nblaunch.capture import modules
-from nblaunch.capture.modules import FilePrints, digest_of, roots_of
-from nblaunch.client import code as client_code
-from nblaunch.client.code import KnownFiles
+from nblaunch.capture import own_modules
+from nblaunch.capture.own_modules import FilePrints, digest_of, roots_of
+from nblaunch.client import code_manifest as client_code
+from nblaunch.client.code_manifest import KnownFiles
 from nblaunch.host import code as node_code
 from nblaunch.host.code import JobCode, NodeCode
 from nblaunch.host.wire import CodeFiles, CodeLacking, HaveCode, Piece
@@ -151,22 +151,22 @@ def test_roots_are_neither_pythons_nor_those_of_packages(project, monkeypatch, t
     for each in (site / "deeper", inside, outside, project / ".git"):
         each.mkdir(parents=True)
     (site / "links.pth").write_text(f"import something\n{inside}\n{outside}\n")
-    modules._linked.cache_clear()
-    stdlib = modules._installed()
-    monkeypatch.setattr(modules, "_installed", lambda: (*stdlib, str(site)))
+    own_modules._linked.cache_clear()
+    stdlib = own_modules._installed()
+    monkeypatch.setattr(own_modules, "_installed", lambda: (*stdlib, str(site)))
     path = ["", *sys.path, str(site), str(site / "deeper"), "src", str(outside), "/no/such", str(inside)]
     try:
         found = roots_of(path, str(project))
     finally:
-        modules._linked.cache_clear()
+        own_modules._linked.cache_clear()
     assert [each for each in found if str(each).startswith(str(tmp_path))] == [project, inside]
-    assert not any(modules.is_below(str(each), stdlib) for each in found)
+    assert not any(own_modules.is_below(str(each), stdlib) for each in found)
 
 
 def test_an_environment_below_the_notebooks_directory_is_not_its_own(project, monkeypatch):
     site = project / ".venv/site-packages"
     write(site, {"installed.py": ""})
-    monkeypatch.setattr(modules, "_installed", lambda: (str(site),))
+    monkeypatch.setattr(own_modules, "_installed", lambda: (str(site),))
     assert manifest(project, loaded=loaded(installed=site / "installed.py")) is None
 
 
@@ -278,7 +278,7 @@ class Wire:
         while self._queue:
             self._queue.popleft()()
 
-    def give(self, manifest: CodeManifest, group: str = GROUP) -> CodeTree:
+    def submit(self, manifest: CodeManifest, group: str = GROUP) -> CodeTree:
         """Give a job as the runtime does; return what its ranks get."""
         code, got = CodeTree(manifest.tree, manifest.roots), []
         self.runtime.learn(manifest)
@@ -320,15 +320,15 @@ def test_a_node_gets_each_file_once_and_then_what_was_edited(elsewhere, tmp_path
         monkeypatch.setattr(node_code, "_SMALL", 0)
     wire, first = Wire(tmp_path / "node", large=large), need(elsewhere)
     wire.away = elsewhere
-    code = wire.give(first)
+    code = wire.submit(first)
     names = {each.path for each in first.files}
     assert content_of(code) == {name: (elsewhere / name).read_text() for name in names}
     before = len(wire.sent)
-    assert wire.give(first) == code
+    assert wire.submit(first) == code
     assert len(wire.sent) == before
     (elsewhere / "later.py").write_text("x = 2")
     edited = need(elsewhere)
-    again = wire.give(edited)
+    again = wire.submit(edited)
     assert content_of(again)["later.py"] == "x = 2"
     (lacked,) = [each.digests for each in wire.sent[before:] if isinstance(each, CodeLacking)]
     assert lacked == (digest_of(b"x = 2"),)
@@ -336,10 +336,10 @@ def test_a_node_gets_each_file_once_and_then_what_was_edited(elsewhere, tmp_path
 
 def test_a_groups_modules_stay_where_they_are_and_another_groups_keep_their_content(elsewhere, wire):
     write(elsewhere, {"other.py": "old"})
-    running = wire.give(need(elsewhere, "import other"), "running")
-    session = wire.give(need(elsewhere, "import other"))
+    running = wire.submit(need(elsewhere, "import other"), "running")
+    session = wire.submit(need(elsewhere, "import other"))
     write(elsewhere, {"other.py": "new"})
-    later = wire.give(need(elsewhere, "import other"))
+    later = wire.submit(need(elsewhere, "import other"))
     assert later.directory == session.directory
     assert content_of(later) == {"other.py": "new"}
     assert content_of(running) == {"other.py": "old"}
@@ -347,7 +347,7 @@ def test_a_groups_modules_stay_where_they_are_and_another_groups_keep_their_cont
 
 def test_files_that_are_the_same_at_their_own_paths_are_used_as_they_are(project, wire, tmp_path):
     found = need(project)
-    assert wire.give(found) == CodeTree(found.tree, found.roots)
+    assert wire.submit(found) == CodeTree(found.tree, found.roots)
     assert [type(each) for each in wire.sent] == [HaveCode, CodeLacking]
     assert not (tmp_path / "node").exists()
 
@@ -355,11 +355,11 @@ def test_files_that_are_the_same_at_their_own_paths_are_used_as_they_are(project
 def test_a_group_that_has_had_a_view_keeps_it_where_the_paths_come_to_agree(project, wire):
     """A shared file system may show another machine's change a while later."""
     wire.away = project
-    view = wire.give(need(project, "import other"))
+    view = wire.submit(need(project, "import other"))
     wire.away = None
     write(project, {"other.py": "newest"})
     content = wire.content
-    newest = wire.give(need(project, "import other"))
+    newest = wire.submit(need(project, "import other"))
     assert (newest.directory, content_of(newest)) == (view.directory, {"other.py": "newest"})
     assert wire.content == content  # taken from its own path
 
@@ -368,8 +368,8 @@ def test_a_file_that_changes_while_it_is_sent_is_named_and_the_next_job_gets_it(
     first = need(elsewhere)
     (elsewhere / "later.py").write_text("x = 2")
     with pytest.raises(OSError, match=r"later\.py changed.*Run the cell again"):
-        wire.give(first)
-    assert content_of(wire.give(need(elsewhere)))["later.py"] == "x = 2"
+        wire.submit(first)
+    assert content_of(wire.submit(need(elsewhere)))["later.py"] == "x = 2"
 
 
 def test_a_node_that_could_not_write_is_asked_again_with_the_next_job(elsewhere, wire, monkeypatch):
@@ -377,16 +377,16 @@ def test_a_node_that_could_not_write_is_asked_again_with_the_next_job(elsewhere,
     with monkeypatch.context() as patch:
         patch.setattr(NodeCode, "_keep", raising(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
-            wire.give(found)
-    assert "later.py" in content_of(wire.give(found))
+            wire.submit(found)
+    assert "later.py" in content_of(wire.submit(found))
 
 
 def test_a_node_that_has_come_in_place_of_another_is_asked_again(elsewhere, wire, tmp_path):
     found = need(elsewhere)
-    wire.give(found)
+    wire.submit(found)
     wire.runtime.forget(NODE)
     wire.node = NodeCode(tmp_path / "replaced", wire._from_node)
-    assert "later.py" in content_of(wire.give(found))
+    assert "later.py" in content_of(wire.submit(found))
 
 
 def test_a_job_waits_while_a_node_looks_at_the_notebooks_own_paths(project, tmp_path):
@@ -440,10 +440,10 @@ def test_a_manifest_names_no_file_outside_its_tree(tmp_path, tree, root, path):
 def test_what_no_group_uses_is_removed_once_it_is_much(elsewhere, wire, tmp_path):
     trees, files = tmp_path / "node/trees", tmp_path / "node/files"
     write(elsewhere, {"other.py": "first"})
-    used = wire.give(need(elsewhere, "import other"), "running")
+    used = wire.submit(need(elsewhere, "import other"), "running")
     for number in range(30):
         write(elsewhere, {"other.py": f"x = {number}"})
-        wire.give(need(elsewhere, "import other"))
+        wire.submit(need(elsewhere, "import other"))
     assert len(list(trees.iterdir())) == len(list(files.iterdir())) == 2 + node_code._KEPT_TREES
     assert content_of(used) == {"other.py": "first"}
     wire.node.release("running")
@@ -454,7 +454,7 @@ def test_what_no_group_uses_is_removed_once_it_is_much(elsewhere, wire, tmp_path
 
 def test_a_file_system_without_links_gets_copies(elsewhere, wire, monkeypatch):
     monkeypatch.setattr(Path, "hardlink_to", raising(PermissionError(1, "no links")))
-    assert "later.py" in content_of(wire.give(need(elsewhere)))
+    assert "later.py" in content_of(wire.submit(need(elsewhere)))
 
 
 # --- in a rank
@@ -475,7 +475,7 @@ def test_a_rank_imports_from_the_tree_before_what_its_machine_has(elsewhere, wir
     write(elsewhere, {"chosen.py": "x = 'sent'"})
     write(tmp_path / "stale", {"chosen.py": "x = 'stale'"})
     sys.path.insert(0, str(tmp_path / "stale"))
-    rank.take(wire.give(need(elsewhere, "import chosen")))
+    rank.take(wire.submit(need(elsewhere, "import chosen")))
     assert importlib.import_module("chosen").x == "sent"
     standard = str(Path(os.__file__).parent)
     assert sys.path.index(standard) < sys.path.index(str(tmp_path / "node/views" / GROUP / "0"))
@@ -483,11 +483,11 @@ def test_a_rank_imports_from_the_tree_before_what_its_machine_has(elsewhere, wir
 
 def test_a_new_module_of_a_package_that_is_loaded_is_found(elsewhere, wire, rank):
     write(elsewhere, {"growing/__init__.py": "", "growing/a.py": "x = 1"})
-    rank.take(wire.give(need(elsewhere, "import growing.a")))
+    rank.take(wire.submit(need(elsewhere, "import growing.a")))
     importlib.import_module("growing.a")
     rank.note_loaded()
     write(elsewhere, {"growing/b.py": "x = 2"})
-    rank.take(wire.give(need(elsewhere, "import growing.b")))
+    rank.take(wire.submit(need(elsewhere, "import growing.b")))
     assert importlib.import_module("growing.b").x == 2
     assert rank.notice() == ""
 
@@ -495,25 +495,25 @@ def test_a_new_module_of_a_package_that_is_loaded_is_found(elsewhere, wire, rank
 def test_a_module_that_is_loaded_and_has_changed_is_named_once_and_can_be_loaded_again(elsewhere, wire, rank):
     write(elsewhere, {"edited.py": "x = 1", "same.py": ""})
     source = "import edited, same"
-    rank.take(wire.give(need(elsewhere, source)))
+    rank.take(wire.submit(need(elsewhere, source)))
     edited = importlib.import_module("edited")
     importlib.import_module("same")
     rank.note_loaded()
     write(elsewhere, {"edited.py": "x = 2"})
-    rank.take(wire.give(need(elsewhere, source)))
+    rank.take(wire.submit(need(elsewhere, source)))
     assert "edited." in (notice := rank.notice())
     assert "same" not in notice
     assert (edited.x, rank.notice()) == (1, "")
     assert importlib.reload(edited).x == 2
     rank.note_loaded()
     write(elsewhere, {"same.py": "x = 3"})
-    rank.take(wire.give(need(elsewhere, source)))
+    rank.take(wire.submit(need(elsewhere, source)))
     assert "same." in rank.notice()
 
 
 def test_an_error_of_a_missing_file_says_that_only_modules_travel(elsewhere, wire, rank):
     write(elsewhere, {"reading.py": "def read(name):\n    return open(name)"})
-    rank.take(wire.give(need(elsewhere, "import reading")))
+    rank.take(wire.submit(need(elsewhere, "import reading")))
     reading = importlib.import_module("reading")
     beside = str(Path(str(reading.__file__)).with_name("table.csv"))
     for name in (beside, str(elsewhere / "table.csv")):
@@ -528,7 +528,7 @@ def test_an_error_of_a_missing_file_says_that_only_modules_travel(elsewhere, wir
 
 def test_tracebacks_name_the_notebooks_own_files(elsewhere, wire, rank):
     write(elsewhere, {"shown.py": ""})
-    rank.take(wire.give(need(elsewhere, "import shown")))
+    rank.take(wire.submit(need(elsewhere, "import shown")))
     file = str(importlib.import_module("shown").__file__)
     assert rank.titles() == {file: str(elsewhere / "shown.py")}
     assert rank.path_here(str(elsewhere / "shown.py")) == file

@@ -9,7 +9,7 @@ import pytest
 from nblaunch import _notebook
 from nblaunch.magic import completion, sessions
 from nblaunch.magic.commands import command_completions
-from nblaunch.options.line import option_completions
+from nblaunch.options.command_line import option_completions
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.host.agent import RankAgent
 from nblaunch.host.directed import DirectedRendezvous
 from nblaunch.host.settings import AgentSettings, RendezvousConfig
-from nblaunch.host.wire import Meet
+from nblaunch.host.wire import CompleteRendezvous
 from nblaunch.options.launch import LaunchOptions
 
 LATE = 10.0
 
 
-def round_of(attempt: int) -> Meet:
+def round_of(attempt: int) -> CompleteRendezvous:
     """Return a round in which this is the second of three nodes."""
-    return Meet(
+    return CompleteRendezvous(
         group="g",
         attempt=attempt,
         node_rank=1,
@@ -66,7 +66,7 @@ def test_a_round_is_as_the_runtime_has_decided():
         _ = waits.handler.directed
     with waits:
         assert waits.found == []
-        waits.handler.meet(round_of(5))
+        waits.handler.complete_rendezvous(round_of(5))
     info: Any = waits.found[0]
     store = info.bootstrap_store_info
     assert (info.rank, info.world_size, store.master_addr, store.master_port) == (1, 3, "10.0.0.1", 29401)
@@ -83,10 +83,10 @@ def test_a_stop_ends_the_wait():
 def test_the_round_before_does_not_count_again():
     waits = Waits()
     with waits:
-        waits.handler.meet(round_of(0))
+        waits.handler.complete_rendezvous(round_of(0))
     with waits:
         assert waits.found[1:] == []
-        waits.handler.meet(round_of(1))
+        waits.handler.complete_rendezvous(round_of(1))
     assert waits.handler.directed == round_of(1)
 
 
@@ -119,7 +119,7 @@ def test_an_agent_numbers_its_ranks_without_asking_the_other_nodes(tmp_path):
         thread.start()
         assert asked.wait(LATE)
         began = time.monotonic()
-        agent.meet(round_of(0))
+        agent.complete_rendezvous(round_of(0))
         thread.join(LATE)
         assert time.monotonic() - began < 1.0
         agent._exit_barrier()

@@ -17,14 +17,14 @@ from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import JobState, Trigger
-from nblaunch.group.runtime import LocalRuntime
-from nblaunch.host.ranks import GroupHost
+from nblaunch.group.local_runtime import LocalRuntime
+from nblaunch.host.rank_host import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     Dispatch,
-    EngineSaid,
     EngineState,
+    EngineStatus,
     Entered,
     Exited,
     FunctionJob,
@@ -41,7 +41,7 @@ from nblaunch.protocol.messages import (
     Usage,
 )
 from nblaunch.protocol.state import RunState, State
-from nblaunch.runtime.launch import HeldNodes
+from nblaunch.runtime.worker_groups import HeldNodes
 
 PREPARE = Prepare(environ=(), cwd=b"/", path=(), backend="gloo")
 NOTHING = Payload((0,), inline=b"")
@@ -159,7 +159,7 @@ class Scene:
         self.closed = threading.Event()
         self.group.when_closed = self.closed.set
 
-    def give(self, ending: Ending | None = None) -> Job:
+    def submit(self, ending: Ending | None = None) -> Job:
         dispatches: dict[int | None, Dispatch] = {None: Dispatch(job=FunctionJob(name="f"), payload=NOTHING)}
         job = Job(dispatches, JobState(RunState.fresh(2), ending=ending or Ending()))
         self.hub.run(lambda: self.group.begin(job, PREPARE))
@@ -182,10 +182,10 @@ class Scene:
 def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_path):
     scene = Scene(local, tmp_path)
     nodes, group = scene.nodes, scene.group
-    job = scene.give()
+    job = scene.submit()
     assert nodes.done == ["start"]
-    waiting = EngineSaid(engine="slurm", state=EngineState.WAITING, wanted=2)
-    scene.run(lambda: group.said(waiting))
+    waiting = EngineStatus(engine="slurm", state=EngineState.WAITING, wanted=2)
+    scene.run(lambda: group.engine_reported(waiting))
     assert job.state.engine == waiting
     assert "slurm" in job.state.where
     scene.run(lambda: nodes.begin(0, 4, backend="cpu:gloo,cuda:nccl"))
@@ -215,7 +215,7 @@ def own_files(job: Job, attempt: int) -> list[Path]:
 
 def test_the_wait_for_nodes_has_no_limit_and_that_for_ranks_begins_with_the_last_node(local, tmp_path):
     scene = Scene(local, tmp_path)
-    scene.give()
+    scene.submit()
     scene.run(lambda: scene.nodes.begin(0, 2))
     life = scene.group._life
     assert life.limited is None
@@ -225,9 +225,9 @@ def test_the_wait_for_nodes_has_no_limit_and_that_for_ranks_begins_with_the_last
 
 def test_the_wait_for_nodes_counts_towards_no_timeout(local, tmp_path):
     scene = Scene(local, tmp_path)
-    job = scene.give(Ending.of(0.3, None, time.monotonic()))
-    waiting = EngineSaid(engine="slurm", state=EngineState.WAITING, wanted=2)
-    scene.run(lambda: scene.group.said(waiting))
+    job = scene.submit(Ending.of(0.3, None, time.monotonic()))
+    waiting = EngineStatus(engine="slurm", state=EngineState.WAITING, wanted=2)
+    scene.run(lambda: scene.group.engine_reported(waiting))
     assert not job.ended.wait(0.6)
     began = time.monotonic()
     scene.run(lambda: scene.nodes.begin(0, 2))
@@ -241,7 +241,7 @@ def test_the_wait_for_nodes_counts_towards_no_timeout(local, tmp_path):
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_interrupt_finds_a_job_whose_nodes_are_awaited(local, tmp_path, keep):
     scene = Scene(local, tmp_path, keep=keep)
-    job = scene.give()
+    job = scene.submit()
     scene.group.interrupt(job)
     assert job.ended.wait(SECONDS)
     if keep:
@@ -258,7 +258,7 @@ def test_an_interrupt_finds_a_job_whose_nodes_are_awaited(local, tmp_path, keep)
 def test_a_session_whose_node_is_lost_goes_on_with_other_ranks(local, tmp_path):
     scene = Scene(local, tmp_path, keep=True)
     nodes, group = scene.nodes, scene.group
-    scene.give()
+    scene.submit()
     scene.run(lambda: nodes.all(0, 4))
     reason = "was lost with its node: hB is gone"
     scene.run(lambda: group.rank_gone(Exited(rank=3, exitcode=-9, time=1.0, expected=False, reason=reason)))
@@ -278,7 +278,7 @@ def test_nothing_of_this_machine_is_asked_about_ranks_of_others(local, tmp_path)
     """Their process ids belong to other processes here: to this one, in this test."""
     scene = Scene(local, tmp_path, keep=True)
     nodes, group = scene.nodes, scene.group
-    scene.give()
+    scene.submit()
     scene.run(lambda: nodes.all(0, 2))
     report = group.where(0.01)
     assert scene.sent(ReportWhere) == [0, 1]
@@ -294,7 +294,7 @@ def test_nothing_of_this_machine_is_asked_about_ranks_of_others(local, tmp_path)
 def test_nodes_measure_their_ranks_as_long_as_somebody_wants_to_know(local, tmp_path):
     scene = Scene(local, tmp_path, keep=True)
     nodes, group = scene.nodes, scene.group
-    job = scene.give()
+    job = scene.submit()
     scene.run(lambda: nodes.all(0, 2))
     nodes.done.clear()
     used = {rank: Usage(cpu_percent=50.0, memory=rank + 1) for rank in range(2)}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
 from nblaunch.group.machine import Order
-from nblaunch.host.wire import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
+from nblaunch.host.wire import AdoptRanks, CompleteRendezvous, EndGroup, Release, Restart, ToNode
 from nblaunch.nodes import director
 from nblaunch.nodes.director import (
     AllStarted,
@@ -25,10 +25,10 @@ from nblaunch.nodes.director import (
     DropNode,
     EndAgent,
     EngineEnded,
+    NodeAwaitsRendezvous,
     NodeCame,
     NodeHasEnded,
     NodeLost,
-    NodeMeets,
     NodeOrder,
     NodesExpected,
     Ordered,
@@ -46,7 +46,13 @@ class Directed:
     """A machine that is fed by hand; each step is checked for what holds in every state."""
 
     def __init__(self, least: int = 2, most: int | None = None, **fields: Any) -> None:
-        given = {"restarts_left": 0, "kept": False, "group": "g", "store": ("10.0.0.1", 5), "grace": GRACE}
+        given = {
+            "restarts_left": 0,
+            "persistent": False,
+            "group": "g",
+            "store": ("10.0.0.1", 5),
+            "grace": GRACE,
+        }
         self.state = DirectorState(least=least, most=most or least, **{**given, **fields})
         self.now = 1000.0
         self.ends = 0
@@ -66,14 +72,14 @@ class Directed:
     def check(self, before: DirectorState, event: DirectorEvent, actions: tuple[DirectorAction, ...]) -> None:
         orders = [each for each in actions if isinstance(each, NodeOrder)]
         begun = [each for each in actions if isinstance(each, BeginAttempt)]
-        meets = [each for each in orders if isinstance(each.message, Meet | AdoptRanks)]
+        begun_orders = [each for each in orders if isinstance(each.message, CompleteRendezvous | AdoptRanks)]
         assert before.stage is not DirectorStage.ENDED or not actions
         assert self.state.attempt - before.attempt == len(begun) <= 1
-        assert [each.node for each in meets] == [node for each in begun for node in each.nodes]
+        assert [each.node for each in begun_orders] == [node for each in begun for node in each.nodes]
         if begun:
-            assert actions.index(begun[0]) < actions.index(meets[0]), "the group knows of it first"
-            assert before.least <= len(meets) <= before.most
-            self.check_ranks(before, begun[0], meets)
+            assert actions.index(begun[0]) < actions.index(begun_orders[0]), "the group knows of it first"
+            assert before.least <= len(begun_orders) <= before.most
+            self.check_ranks(before, begun[0], begun_orders)
         known = before.nodes.keys() - ({event.node} if isinstance(event, NodeLost) else set())
         assert {each.node for each in orders} <= known, "no order to a node that is lost"
         nodes = self.state.nodes
@@ -84,13 +90,13 @@ class Directed:
         self.ends += sum(isinstance(each, EndAgent) for each in actions)
         assert self.ends == (self.state.stage is DirectorStage.ENDED)
 
-    def check_ranks(self, before: DirectorState, begun: BeginAttempt, meets: list[NodeOrder]) -> None:
+    def check_ranks(self, before: DirectorState, begun: BeginAttempt, begun_orders: list[NodeOrder]) -> None:
         """Check that ranks are numbered without a gap, and that those that go on are there."""
         base, kept = 0, {}
-        for rank, each in enumerate(meets):
+        for rank, each in enumerate(begun_orders):
             order, nproc = each.message, self.state.nodes[each.node].nproc
-            assert isinstance(order, Meet | AdoptRanks)
-            assert (order.node_rank, order.base_rank, order.node_count) == (rank, base, len(meets))
+            assert isinstance(order, CompleteRendezvous | AdoptRanks)
+            assert (order.node_rank, order.base_rank, order.node_count) == (rank, base, len(begun_orders))
             if isinstance(order, AdoptRanks):
                 node = before.nodes[each.node]
                 assert node.started
@@ -113,7 +119,7 @@ class Directed:
         """Let nodes come, whose agents wait at once; their places are in the order of their names."""
         events: list[DirectorEvent] = []
         for name in names:
-            events += [NodeCame(name, nproc, ord(name[-1])), NodeMeets(name, -1)]
+            events += [NodeCame(name, nproc, ord(name[-1])), NodeAwaitsRendezvous(name, -1)]
         return self.feed(*events)
 
     def start(self, *names: str) -> Directed:
@@ -125,7 +131,7 @@ class Directed:
         return self
 
     def meet(self, *names: str) -> list[DirectorAction]:
-        return self.feed(*(NodeMeets(name, self.state.nodes[name].attempt) for name in names))
+        return self.feed(*(NodeAwaitsRendezvous(name, self.state.nodes[name].attempt) for name in names))
 
     def release(self, *, succeeded: bool, others: frozenset[int] = frozenset()) -> list[DirectorAction]:
         return self.feed(Ordered(self.state.attempt, ReleaseWorkers(succeeded, others)))
@@ -154,7 +160,7 @@ def test_ranks_are_in_the_order_of_places_whoever_comes_first():
     meet = actions[2]
     assert isinstance(meet, NodeOrder)
     assert meet.node == "hB"
-    assert meet.message == Meet(
+    assert meet.message == CompleteRendezvous(
         group="g",
         attempt=0,
         node_rank=1,
@@ -169,8 +175,10 @@ def test_ranks_are_in_the_order_of_places_whoever_comes_first():
 def test_nodes_without_a_place_come_in_the_order_of_arrival_behind_the_others():
     group = Directed(least=3)
     group.feed(NodeCame("x", 1, -1), NodeCame("y", 1, -1), NodeCame("z", 1, 0))
-    actions = group.feed(NodeMeets("y", -1), NodeMeets("z", -1), NodeMeets("x", -1))
-    assert sent(actions, Meet) == ["z", "x", "y"]
+    actions = group.feed(
+        NodeAwaitsRendezvous("y", -1), NodeAwaitsRendezvous("z", -1), NodeAwaitsRendezvous("x", -1)
+    )
+    assert sent(actions, CompleteRendezvous) == ["z", "x", "y"]
 
 
 def test_a_fresh_group_ends_once_its_ranks_have_succeeded():
@@ -221,7 +229,7 @@ def test_an_order_of_an_attempt_that_is_over_does_nothing():
         Ordered(0, Order.REJOIN_NODES),
     ):
         assert group.feed(order) == []
-    assert group.feed(NodeMeets("hA", 0), WorkersStarted("hA", 0)) == []
+    assert group.feed(NodeAwaitsRendezvous("hA", 0), WorkersStarted("hA", 0)) == []
     assert group.state == state
 
 
@@ -241,7 +249,7 @@ def test_more_nodes_than_enough_are_awaited_for_a_moment():
 
 
 def test_kept_ranks_are_replaced_without_a_limit_once_one_has_died():
-    group = Directed(kept=True, restarts_left=UNLIMITED).start("hA", "hB")
+    group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
     assert group.feed(RankGone("hB", 3, expected=False)) == []
     assert group.after(0.05) == []
     assert sent(group.after(0.1), Restart) == ["hA", "hB"]
@@ -250,7 +258,7 @@ def test_kept_ranks_are_replaced_without_a_limit_once_one_has_died():
 
 
 def test_a_node_that_restarts_by_itself_is_not_ordered_to():
-    group = Directed(kept=True, restarts_left=UNLIMITED).start("hA", "hB")
+    group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
     group.feed(RankGone("hB", 3, expected=False))
     group.meet("hB")
     assert sent(group.after(0.2), Restart) == ["hA"]
@@ -259,7 +267,7 @@ def test_a_node_that_restarts_by_itself_is_not_ordered_to():
 
 @pytest.mark.parametrize("least", [1, 3])
 def test_a_group_that_is_dismissed_while_nodes_are_awaited_ends_at_once(least):
-    group = Directed(least, 3, kept=True)
+    group = Directed(least, 3, persistent=True)
     group.feed(NodesExpected(3))
     group.come("hA")
     actions = group.feed(Ordered(-1, ReleaseWorkers(succeeded=True, others=frozenset())))
@@ -275,7 +283,7 @@ def test_a_stop_that_comes_before_any_node_ends_the_group_at_once():
 
 
 def test_without_a_node_in_its_place_a_kept_group_ends_and_names_the_one_that_was_lost():
-    group = Directed(kept=True, restarts_left=UNLIMITED).start("hA", "hB")
+    group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
     group.feed(NodeLost("hB", KILLED))
     assert sent(group.after(0.2), Restart) == ["hA"]
     assert sent(group.meet("hA"), EndGroup) == ["hA"]
@@ -284,7 +292,7 @@ def test_without_a_node_in_its_place_a_kept_group_ends_and_names_the_one_that_wa
 
 
 def test_a_node_comes_in_the_place_of_one_that_was_lost():
-    group = Directed(kept=True, restarts_left=UNLIMITED, replacements_left=1).start("hA", "hB")
+    group = Directed(persistent=True, restarts_left=UNLIMITED, replacements_left=1).start("hA", "hB")
     group.feed(NodeLost("hA", KILLED))
     group.after(0.2)
     assert group.meet("hB") == [AskForNodes(1)]
@@ -295,7 +303,7 @@ def test_a_node_comes_in_the_place_of_one_that_was_lost():
 
 
 def test_a_node_that_does_not_come_in_time_is_waited_for_no_longer():
-    group = Directed(kept=True, restarts_left=9, replacements_left=1, join_timeout=60).start("hA", "hB")
+    group = Directed(persistent=True, restarts_left=9, replacements_left=1, join_timeout=60).start("hA", "hB")
     group.feed(NodeLost("hA", KILLED))
     group.after(0.2)
     group.meet("hB")
@@ -306,7 +314,7 @@ def test_a_node_that_does_not_come_in_time_is_waited_for_no_longer():
 
 
 def test_with_enough_nodes_kept_ranks_go_on_without_a_lost_node_and_no_restart_is_taken():
-    group = Directed(1, 2, kept=True, restarts_left=1).start("hA", "hB")
+    group = Directed(1, 2, persistent=True, restarts_left=1).start("hA", "hB")
     assert group.feed(Ordered(0, Order.REGROUP_NODES), NodeLost("hA", KILLED)) == []
     actions = group.after(0.2)
     assert actions == [
@@ -318,13 +326,13 @@ def test_with_enough_nodes_kept_ranks_go_on_without_a_lost_node_and_no_restart_i
         AllStarted(1, 2),
     ]
     assert (group.state.stage, group.state.restarts_left) == (DirectorStage.RUNNING, 1)
-    assert group.feed(NodeMeets("hB", 0)) == [], "of the attempt before"
+    assert group.feed(NodeAwaitsRendezvous("hB", 0)) == [], "of the attempt before"
     assert sent(group.feed(RankGone("hB", 1, expected=False)) + group.after(0.2), Restart) == ["hB"]
     assert begun(group.meet("hB")) == [(2, 2, "failure")]
 
 
 def test_another_node_is_asked_for_while_the_others_go_on():
-    group = Directed(1, 2, kept=True, restarts_left=9, replacements_left=1, join_timeout=60)
+    group = Directed(1, 2, persistent=True, restarts_left=9, replacements_left=1, join_timeout=60)
     group.start("hA", "hB")
     assert group.feed(Ordered(0, Order.REGROUP_NODES), NodeLost("hB", KILLED)) == [AskForNodes(1)]
     assert sent(group.after(0.1), AdoptRanks) == ["hA"]
@@ -336,7 +344,7 @@ def test_another_node_is_asked_for_while_the_others_go_on():
 
 
 def test_nodes_that_are_lost_together_are_gone_together():
-    group = Directed(1, 3, kept=True).start("hA", "hB", "hC")
+    group = Directed(1, 3, persistent=True).start("hA", "hB", "hC")
     group.feed(Ordered(0, Order.REGROUP_NODES), NodeLost("hA", KILLED))
     group.now += 0.02
     group.feed(Ordered(0, Order.REGROUP_NODES), NodeLost("hC", KILLED))
@@ -345,32 +353,32 @@ def test_nodes_that_are_lost_together_are_gone_together():
 
 
 def test_until_the_group_says_so_its_ranks_stay_as_they_are():
-    group = Directed(1, 2, kept=True).start("hA", "hB")
+    group = Directed(1, 2, persistent=True).start("hA", "hB")
     group.feed(NodeLost("hB", KILLED))
     assert group.after(10) == []
     assert sent(group.feed(Ordered(0, Order.REGROUP_NODES)) + group.after(0.1), AdoptRanks) == ["hA"]
 
 
 def test_ranks_that_are_to_be_replaced_do_not_go_on():
-    group = Directed(1, 2, kept=True, restarts_left=UNLIMITED).start("hA", "hB")
+    group = Directed(1, 2, persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
     group.feed(NodeLost("hB", KILLED), Ordered(0, Order.REGROUP_NODES), RankGone("hA", 0, expected=False))
     assert sent(group.after(0.2), Restart) == ["hA"]
     assert begun(group.meet("hA")) == [(1, 2, "failure")]
 
 
 def test_a_node_that_comes_late_joins_the_ranks_that_are_there_when_the_group_lets_it():
-    group = Directed(1, 2, kept=True).start("hA")
+    group = Directed(1, 2, persistent=True).start("hA")
     assert group.come("hB") == [Trigger.NODE_ARRIVED]
     assert group.after(10) == []
     group.feed(Ordered(0, Order.REGROUP_NODES))
     actions = group.after(0.1)
     assert actions[0] == BeginAttempt(1, 4, "membership", ("hA", "hB"), {0: 0, 1: 1})
-    assert (sent(actions, AdoptRanks), sent(actions, Meet)) == (["hA"], ["hB"])
+    assert (sent(actions, AdoptRanks), sent(actions, CompleteRendezvous)) == (["hA"], ["hB"])
     assert group.feed(WorkersStarted("hB", 1)) == [AllStarted(1, 4)]
 
 
 def test_a_node_that_came_while_others_met_is_known_once_they_have():
-    group = Directed(1, 2, kept=True)
+    group = Directed(1, 2, persistent=True)
     group.feed(NodesExpected(1))
     group.come("hA")
     assert group.come("hB") == []
@@ -378,7 +386,7 @@ def test_a_node_that_came_while_others_met_is_known_once_they_have():
 
 
 def test_a_node_that_is_lost_before_its_ranks_have_joined_costs_the_others_nothing():
-    group = Directed(1, 2, kept=True).start("hA")
+    group = Directed(1, 2, persistent=True).start("hA")
     group.come("hB")
     group.feed(Ordered(0, Order.REGROUP_NODES))
     group.after(0.1)
@@ -402,9 +410,9 @@ def test_the_failure_of_fresh_ranks_on_a_lost_node_is_the_reason_for_the_end():
     assert ended(group.feed(NodeHasEnded("hA"))) == [""]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_node_that_is_lost_before_it_has_ranks_is_named(kept):
-    group = Directed(kept=kept, restarts_left=UNLIMITED if kept else 0)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_node_that_is_lost_before_it_has_ranks_is_named(persistent):
+    group = Directed(persistent=persistent, restarts_left=UNLIMITED if persistent else 0)
     group.come("hA", "hB")
     group.feed(WorkersStarted("hA", 0))
     assert sent(group.feed(NodeLost("hB", KILLED)), Restart) == ["hA"]
@@ -454,13 +462,13 @@ NAMES = ("hA", "hB", "hC", "hD")
 @st.composite
 def groups(draw: st.DrawFn) -> Directed:
     least = draw(st.integers(1, 3))
-    kept = draw(st.booleans())
+    persistent = draw(st.booleans())
     restarts = draw(st.integers(0, 2))
     return Directed(
         least,
         draw(st.integers(least, 3)),
-        kept=kept,
-        restarts_left=UNLIMITED if kept else restarts,
+        persistent=persistent,
+        restarts_left=UNLIMITED if persistent else restarts,
         replacements_left=restarts,
         patient=draw(st.booleans()),
     )
@@ -480,7 +488,9 @@ def any_event(draw: st.DrawFn, state: DirectorState) -> DirectorEvent:
         NodeCame: NodeCame(f"{node}-{state.came}" if node in state.nodes else node, 2, ord(node[-1])),
         NodesExpected: NodesExpected(draw(st.integers(0, 4))),
         NodeLost: NodeLost(node, KILLED),
-        NodeMeets: NodeMeets(node, state.nodes[node].attempt if node in state.nodes else -1),
+        NodeAwaitsRendezvous: NodeAwaitsRendezvous(
+            node, state.nodes[node].attempt if node in state.nodes else -1
+        ),
         WorkersStarted: WorkersStarted(node, attempt),
         RankGone: RankGone(node, 0, draw(st.booleans())),
         NodeHasEnded: NodeHasEnded(node),
@@ -520,19 +530,20 @@ class Obedient:
     def obey(self, node: str, order: ToNode) -> None:
         answers = self.answers[node]
         match order:
-            case Meet(attempt=attempt):
+            case CompleteRendezvous(attempt=attempt):
                 self.attempts[node] = attempt
                 answers.append(WorkersStarted(node, attempt))
             case AdoptRanks(attempt=attempt, number=number) if attempt == self.attempts[node]:
                 self.attempts[node] = number
                 # What it has said of the attempt before, the fleet takes as said of this one.
                 self.answers[node] = deque(
-                    NodeMeets(node, number) if isinstance(each, NodeMeets) else each for each in answers
+                    NodeAwaitsRendezvous(node, number) if isinstance(each, NodeAwaitsRendezvous) else each
+                    for each in answers
                 )
             case Restart(attempt=attempt) if attempt == self.attempts[node]:
-                answers.append(NodeMeets(node, attempt))
+                answers.append(NodeAwaitsRendezvous(node, attempt))
             case Release(succeeded=False):
-                answers.append(NodeMeets(node, self.attempts[node]))
+                answers.append(NodeAwaitsRendezvous(node, self.attempts[node]))
             case Release() | EndGroup():
                 answers.append(NodeHasEnded(node))
 
@@ -563,7 +574,7 @@ def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
         what = data.draw(st.sampled_from(("come", "answer", "answer", "answer", "lose", "die", "order")))
         if what == "come" and len(present) < 3:
             name = next(names)
-            nodes.answers[name], nodes.attempts[name] = deque([NodeMeets(name, -1)]), -1
+            nodes.answers[name], nodes.attempts[name] = deque([NodeAwaitsRendezvous(name, -1)]), -1
             nodes.feed(NodeCame(name, 2, -1))
         elif what == "order":
             order = data.draw(
@@ -585,13 +596,13 @@ def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
                 nodes.answer(node)
             elif what == "lose":
                 del nodes.answers[node]
-                if state.kept and len(state.nodes) > state.least:
+                if state.persistent and len(state.nodes) > state.least:
                     nodes.feed(Ordered(state.attempt, Order.REGROUP_NODES))  # as the lifecycle does
                 nodes.feed(NodeLost(node, KILLED))
             elif state.nodes.get(node) is not None and state.nodes[node].started:
-                nodes.answers[node].append(NodeMeets(node, nodes.attempts[node]))
+                nodes.answers[node].append(NodeAwaitsRendezvous(node, nodes.attempts[node]))
                 nodes.feed(RankGone(node, 0, expected=False))
-                if not state.kept:  # as the lifecycle does
+                if not state.persistent:  # as the lifecycle does
                     nodes.feed(Ordered(state.attempt, ReleaseWorkers(succeeded=False, others=frozenset())))
     nodes.settle()
     state = group.state
@@ -601,18 +612,18 @@ def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
             "enough wait, and nothing comes"
         )
     if state.stage is DirectorStage.RUNNING:
-        assert len(state.taking_part) >= state.least or not state.kept
-        assert all(node.started for node in state.taking_part.values()) or not state.kept
+        assert len(state.taking_part) >= state.least or not state.persistent
+        assert all(node.started for node in state.taking_part.values()) or not state.persistent
 
 
 def test_a_node_among_4096_costs_little_more_than_one_among_256():
     def seconds(count: int) -> float:
-        state = DirectorState(least=count, most=count, restarts_left=0, kept=True, group="g")
+        state = DirectorState(least=count, most=count, restarts_left=0, persistent=True, group="g")
         names = [f"n{number}" for number in range(count)]
         events: tuple[DirectorEvent, ...] = (
             *(NodeCame(name, 8, place) for place, name in enumerate(names)),
             NodesExpected(count),
-            *(NodeMeets(name, -1) for name in names),
+            *(NodeAwaitsRendezvous(name, -1) for name in names),
             *(WorkersStarted(name, 0) for name in names),
             Ordered(0, Order.STOP_AGENT),
             *(NodeHasEnded(name) for name in names),

@@ -18,12 +18,12 @@ import pytest
 
 import nblaunch
 from nblaunch import _notebook, _runtime_dir
-from nblaunch.checks import gpu, machine, notebook
+from nblaunch.checks import gpu, notebook, resources
 from nblaunch.checks import processes as checks
 from nblaunch.checks.doctor import Check, examine
 from nblaunch.checks.doctor import checks as all_checks
+from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import DoctorReport, Level, ok, problem, warning
-from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.client.local import local
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +87,9 @@ def test_checks_that_hang_cost_their_time_once_and_not_the_other_findings():
         report = examine([*hanging, Check("fine", lambda: [ok("fine", "so")])])
     finally:
         free.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("nblaunch-doctor"):
+                thread.join()
     assert report.seconds < 1
     assert [each.level for each in report.findings] == [*[Level.WARNING] * 5, Level.OK]
     assert report.findings[0].summary == "no answer within 0.2 s; a thread goes on waiting for it"
@@ -380,26 +383,26 @@ def test_a_loopback_interface_that_is_down_is_a_problem(monkeypatch):
 def test_shared_memory_that_is_small_or_full_is_named(monkeypatch, total, free, level, words):
     state = SimpleNamespace(f_bavail=free // 4096, f_blocks=total // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: state)
-    found = only(machine.shared_memory())
+    found = only(resources.shared_memory())
     assert found.level == level
     assert words in found.advice
 
 
 def test_a_system_without_shared_memory_has_a_problem(monkeypatch):
-    monkeypatch.setattr(machine, "_SHARED", "/dev/no-such-directory")
-    assert only(machine.shared_memory()).level is Level.PROBLEM
+    monkeypatch.setattr(resources, "_SHARED", "/dev/no-such-directory")
+    assert only(resources.shared_memory()).level is Level.PROBLEM
 
 
 def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch, own):
     for free, level in ((1 * MIB, Level.PROBLEM), (500 * MIB, Level.WARNING), (50 * GIB, Level.OK)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        assert only(machine.temporary_directory(own)).level is level
+        assert only(resources.temporary_directory(own)).level is level
 
 
 def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch, own):
     gone = Path(tempfile.gettempdir()) / "gone"  # a short path, as a socket needs
     monkeypatch.setattr(_runtime_dir, "_candidates", lambda: [str(gone)])
-    found = only(machine.temporary_directory(own))
+    found = only(resources.temporary_directory(own))
     assert found.level is Level.PROBLEM
     assert "No such file or directory" in found.summary
 
@@ -407,7 +410,7 @@ def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch, own):
 def test_a_disk_that_refuses_sockets_is_a_problem(monkeypatch, own, tmp_path):
     monkeypatch.setattr(own.directory, "root", lambda: tmp_path / ("y" * 120))
     (tmp_path / ("y" * 120)).mkdir()
-    found = only(machine.temporary_directory(own))
+    found = only(resources.temporary_directory(own))
     assert found.level is Level.PROBLEM
     assert "unix socket" in found.summary
 
@@ -425,13 +428,13 @@ def test_directories_of_dead_kernels_are_named_and_those_of_living_ones_are_not(
             hub.bind(str(bound / "hub"))
             for each in (dead, bound, others, *ours):
                 os.utime(each, (an_hour_ago, an_hour_ago))
-            found = only(machine.leftovers(own))
+            found = only(resources.leftovers(own))
     finally:
         for each in (dead, bound, young, others):
             shutil.rmtree(each)
     assert found.level is Level.WARNING
     assert found.summary == f"1 directory of dead kernels: {dead}"
-    assert only(machine.leftovers(own)).level is Level.OK
+    assert only(resources.leftovers(own)).level is Level.OK
 
 
 def cgroup(tmp_path, own, **files):
@@ -442,7 +445,7 @@ def cgroup(tmp_path, own, **files):
         path = root / name.replace("__", "/").replace("memory_", "memory.").replace("pids_", "pids.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n")
-    real = machine.cgroups
+    real = resources.cgroups
     return lambda controller: list(real(controller, root=root, own=proc))
 
 
@@ -457,8 +460,8 @@ def test_the_tightest_memory_limit_above_this_process_counts_in_version_2(monkey
         pod__box__memory_current=GIB,
         memory_max="max",
     )
-    monkeypatch.setattr(machine, "cgroups", found)
-    assert machine.container_memory() == (2 * GIB, GIB + MIB)
+    monkeypatch.setattr(resources, "cgroups", found)
+    assert resources.container_memory() == (2 * GIB, GIB + MIB)
 
 
 def test_a_container_that_sees_its_cgroup_at_the_top_is_found_in_version_1(monkeypatch, tmp_path):
@@ -468,9 +471,9 @@ def test_a_container_that_sees_its_cgroup_at_the_top_is_found_in_version_1(monke
         memory__memory_limit_in_bytes=GIB,
         memory__memory_usage_in_bytes=900 * MIB,
     )
-    monkeypatch.setattr(machine, "cgroups", found)
-    assert machine.container_memory() == (GIB, 124 * MIB)
-    report = only(machine.memory())
+    monkeypatch.setattr(resources, "cgroups", found)
+    assert resources.container_memory() == (GIB, 124 * MIB)
+    report = only(resources.memory())
     assert report.level is Level.PROBLEM
     assert "the container may use 1.0 GiB, of which 124 MiB are left" in report.summary
     assert "--memory" in report.advice
@@ -484,40 +487,40 @@ def test_no_limit_is_none_in_either_version(monkeypatch, tmp_path):
         memory__memory_usage_in_bytes=GIB,
         memory_max="max",
     )
-    monkeypatch.setattr(machine, "cgroups", found)
-    assert machine.container_memory() is None
-    monkeypatch.setattr(machine, "cgroups", lambda _: [])
-    assert machine.container_memory() is None
+    monkeypatch.setattr(resources, "cgroups", found)
+    assert resources.container_memory() is None
+    monkeypatch.setattr(resources, "cgroups", lambda _: [])
+    assert resources.container_memory() is None
 
 
 @pytest.mark.parametrize(("limit", "level"), [(105, "problem"), (200, "warning"), (9999, "ok")])
 def test_the_containers_limit_on_processes_is_named(monkeypatch, tmp_path, limit, level):
     found = cgroup(tmp_path, "0::/\n", pids_max=limit, pids_current=80)
-    monkeypatch.setattr(machine, "cgroups", found)
+    monkeypatch.setattr(resources, "cgroups", found)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    report = only(machine.processes())
+    report = only(resources.processes())
     assert report.level == level
     assert f"80 of {limit} processes and threads in use by the container" in report.summary
 
 
 def test_the_users_limit_on_processes_is_named_unless_it_is_root(monkeypatch):
-    monkeypatch.setattr(machine, "cgroups", lambda _: [])
+    monkeypatch.setattr(resources, "cgroups", lambda _: [])
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    report = only(machine.processes())
+    report = only(resources.processes())
     assert report.level is Level.PROBLEM
     assert "ulimit -u" in report.advice
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert only(machine.processes()).level is Level.OK
+    assert only(resources.processes()).level is Level.OK
 
 
 def test_more_threads_than_cpus_are_a_warning(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for value, level in (("1", Level.OK), ("4", Level.OK), ("5", Level.WARNING), ("4,2", Level.OK)):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert only(machine.threads()).level is level
+        assert only(resources.threads()).level is level
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert "on 1 of 8 CPUs" in only(machine.threads()).summary
+    assert "on 1 of 8 CPUs" in only(resources.threads()).summary
 
 
 # --- the notebook ---------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_what_nvml_lacks_or_refuses_is_left_out():
         nvmlDeviceGetTotalEccErrors=None,
         nvmlDeviceGetRemappedRows=(1, 2, 0, 1),
     )
-    assert nvml.look(nvml.Nvml(library)) == {
+    assert nvml.read_state(nvml.Nvml(library)) == {
         "gpus": [{"compute_mode": 3, "rows": [1, 2, 0, 1]}],
         "joined": 0,
         "pairs": 0,

@@ -8,9 +8,9 @@ import pytest
 
 import nblaunch
 from nblaunch._errors import OptionError
-from nblaunch.nodes.engine import ENGINES, engine_of, nodes_of, refuse_contradictions, wish_of
+from nblaunch.nodes.engine import ENGINES, engine_of, nodes_of, refuse_contradictions, requested_nodes
+from nblaunch.options.command_line import parse_line, torchrun_command
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.line import parse_line, torchrun_command
 
 INSIDE = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
 ON_A_NODE = {**INSIDE, "SLURMD_NODENAME": "hA"}
@@ -83,18 +83,18 @@ def test_how_many_nodes_there_are_and_for_how_many_the_engine_is_asked(line, env
     options = parse_line(line).options
     refuse_contradictions(options, environ)
     assert nodes_of(options, environ) == nodes
-    wish = wish_of(options, environ, "/home/ann")
-    assert (wish.least, wish.most, wish.cwd, wish.environ) == (*asked, "/home/ann", environ)
+    request = requested_nodes(options, environ, "/home/ann")
+    assert (request.least, request.most, request.cwd, request.environ) == (*asked, "/home/ann", environ)
 
 
 def test_what_an_engine_is_asked_for():
     options = parse_line("-n 8 --on ssh=a,b:2222 --node-python /opt/py").options
-    wish = wish_of(options, {}, "/")
-    assert (wish.nproc, wish.argument, wish.python) == (8, "a,b:2222", "/opt/py")
-    assert wish.name != wish_of(options, {}, "/").name, "a job is found by it"
-    words = wish_of(parse_line("--on slurm --slurm \"-p 'a b' -t 30\"").options, {}, "/")
+    request = requested_nodes(options, {}, "/")
+    assert (request.nproc, request.argument, request.python) == (8, "a,b:2222", "/opt/py")
+    assert request.name != requested_nodes(options, {}, "/").name, "a job is found by it"
+    words = requested_nodes(parse_line("--on slurm --slurm \"-p 'a b' -t 30\"").options, {}, "/")
     assert (words.words, words.python) == (("-p", "a b", "-t", "30"), sys.executable)
-    assert wish_of(parse_line("--on slurm --sync-env").options, {}, "/").python == "python3"
+    assert requested_nodes(parse_line("--on slurm --sync-env").options, {}, "/").python == "python3"
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -29,8 +29,8 @@ from nblaunch.protocol.client import RankStatus
 from nblaunch.protocol.messages import (
     DEFAULT_GROUP,
     Collective,
-    EngineSaid,
     EngineState,
+    EngineStatus,
     Exited,
     FailureRecord,
     FrameRecord,
@@ -54,7 +54,7 @@ from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo", node="notebook-host")
 NOON = 1_700_000_000.0
-WAITING = EngineSaid(
+WAITING = EngineStatus(
     engine="slurm",
     state=EngineState.WAITING,
     id="3",
@@ -65,7 +65,7 @@ WAITING = EngineSaid(
     wanted=2,
 )
 WAITS = "waiting for slurm: job 3 PENDING (Resources), priority 4294901757, 1 of 2 nodes here"
-PLACED = EngineSaid(
+PLACED = EngineStatus(
     engine="slurm", state=EngineState.RUNNING, id="3", hosts=("hA", "hB"), joined=2, wanted=2, reason="None"
 )
 HOSTS = ("hA", "hA", "hB", "hB")
@@ -75,7 +75,7 @@ def waiting(**changes):
     return advance(RunState.fresh(4), msgspec.structs.replace(WAITING, **changes))
 
 
-def lasting(seconds: float) -> EngineSaid:
+def lasting(seconds: float) -> EngineStatus:
     """Return nodes that stay for so long; a second more, for the time that the test takes."""
     return msgspec.structs.replace(PLACED, ends=time.time() + seconds + 1)
 
@@ -264,7 +264,7 @@ def test_the_last_word_of_the_engine_travels_with_the_state():
 # --- sessions ----------------------------------------------------------------------------------------
 
 
-def session(engine: EngineSaid | None, running: str = "") -> SessionInfo:
+def session(engine: EngineStatus | None, running: str = "") -> SessionInfo:
     return SessionInfo(
         name="train",
         detached=True,

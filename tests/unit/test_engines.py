@@ -19,7 +19,7 @@ from nblaunch.host.join import place_of
 from nblaunch.nodes import process, slurm
 from nblaunch.nodes.asking import _why_ended, _why_lost
 from nblaunch.nodes.byhand import JoinEngine
-from nblaunch.nodes.engine import NodeFate, NodeProgram, Wish, own_address
+from nblaunch.nodes.engine import NodeProgram, NodeRequest, ProgramStatus, own_address
 from nblaunch.nodes.process import ProcessEngine, StartedProgram
 from nblaunch.nodes.slurm import (
     QueuedJob,
@@ -32,7 +32,7 @@ from nblaunch.nodes.slurm import (
     words_of_task,
 )
 from nblaunch.nodes.ssh import SshAllocation, SshEngine
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.protocol.messages import EngineState, EngineStatus
 
 PRINTED = """\
 0: one
@@ -45,9 +45,9 @@ srun: Force Terminated StepId=2.0
 """
 
 
-def wish(**given) -> Wish:
+def request(**given) -> NodeRequest:
     fields = {"least": 2, "most": 2, "nproc": 4, "name": "nblaunch-1", "environ": {}, "cwd": "/"}
-    return Wish(**{**fields, "python": sys.executable, **given})
+    return NodeRequest(**{**fields, "python": sys.executable, **given})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_words_that_are_nblaunchs_are_refused(line):
     words = tuple(line.split())
     assert refused_word(words)
     with pytest.raises(OptionError, match="--slurm has an option that nblaunch sets itself"):
-        SlurmEngine.check(wish(words=words))
+        SlurmEngine.check(request(words=words))
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def test_a_program_that_is_missing_is_named_with_what_installs_it(engine):
     with pytest.raises(
         OptionError, match=r"needs (ssh|salloc), which is not on the PATH.*apt-get install \w+"
     ):
-        engine.check(wish(argument="a", environ={"PATH": "/nowhere"}))
+        engine.check(request(argument="a", environ={"PATH": "/nowhere"}))
 
 
 def test_a_machine_has_only_so_many_nodes():
     with pytest.raises(OptionError, match="nodes were asked for on this machine"):
-        ProcessEngine.check(wish(most=4 * (os.cpu_count() or 1) + 1))
+        ProcessEngine.check(request(most=4 * (os.cpu_count() or 1) + 1))
     with pytest.raises(OptionError, match="--node-python names '/nowhere'"):
-        ProcessEngine.check(wish(most=1, python="/nowhere"))
-    ProcessEngine.check(wish(environ=os.environ))
+        ProcessEngine.check(request(most=1, python="/nowhere"))
+    ProcessEngine.check(request(environ=os.environ))
 
 
 @pytest.mark.parametrize(
@@ -149,43 +149,43 @@ def test_nodes_of_this_machine_divide_its_gpus(monkeypatch, environ, nproc, most
         return len(chosen.split(",")) if chosen else 0
 
     monkeypatch.setattr(process, "visible_gpus", visible)
-    allocation = process.ProcessAllocation(wish(environ=environ, nproc=nproc, most=most), ["vm"] * most)
+    allocation = process.ProcessAllocation(request(environ=environ, nproc=nproc, most=most), ["vm"] * most)
     assert [allocation.devices(place) for place in range(len(expected))] == expected
 
 
 def test_what_salloc_is_asked_for():
     asked = ("salloc", "--no-shell", "-J", "nblaunch-1", "-N", "2")
-    assert _salloc(wish()) == (*asked, "-c", "4")
-    assert _salloc(wish(nproc="gpu", words=("-t", "3"))) == (*asked, "-t", "3")
-    assert _salloc(wish(words=("--cpus-per-gpu=3",))) == (*asked, "--cpus-per-gpu=3")
-    assert _salloc(wish(least=1))[5] == "1-2"
+    assert _salloc(request()) == (*asked, "-c", "4")
+    assert _salloc(request(nproc="gpu", words=("-t", "3"))) == (*asked, "-t", "3")
+    assert _salloc(request(words=("--cpus-per-gpu=3",))) == (*asked, "--cpus-per-gpu=3")
+    assert _salloc(request(least=1))[5] == "1-2"
 
 
 def test_slurm_sees_of_the_callers_job_only_the_number():
     of_step = {"SLURM_NTASKS": "2", "SLURM_MEM_PER_NODE": "3", "PMI_RANK": "0", "NBLAUNCH_NODE_PLACE": "4"}
     of_step["SALLOC_CLUSTERS"] = "y"
     kept = {"SLURM_CONF": "/c", "SLURM_CLUSTERS": "x", "SALLOC_PARTITION": "p", "HOME": "/h"}
-    assert _environ(wish(environ={**of_step, **kept})) == kept
+    assert _environ(request(environ={**of_step, **kept})) == kept
     inside = {"SLURM_JOB_ID": "17", **kept}
-    assert _environ(wish(environ={**of_step, **inside})) == inside
+    assert _environ(request(environ={**of_step, **inside})) == inside
 
 
 def test_what_is_left_at_the_end_is_cancelled_by_name():
     environ = {"SLURM_CONF": "/c", "PATH": "/bin"}
     command = ("scancel", "-Q", "--name", "nblaunch-1", "-u", str(os.getuid()))
-    assert SlurmEngine.at_end(wish(environ=environ)) == ("SLURM_CONF=/c", "PATH=/bin", *command)
-    assert SlurmEngine.at_end(wish(environ={"SLURM_JOB_ID": "3"})) == (), "that job is another's"
+    assert SlurmEngine.at_end(request(environ=environ)) == ("SLURM_CONF=/c", "PATH=/bin", *command)
+    assert SlurmEngine.at_end(request(environ={"SLURM_JOB_ID": "3"})) == (), "that job is another's"
 
 
 @pytest.fixture
-def programs(tmp_path) -> Callable[..., Wish]:
-    """Give `programs(name=script)`: a wish whose programs these are, in `tmp_path`."""
+def programs(tmp_path) -> Callable[..., NodeRequest]:
+    """Give `programs(name=script)`: a request whose programs these are, in `tmp_path`."""
 
-    def make(**scripts: str) -> Wish:
+    def make(**scripts: str) -> NodeRequest:
         for name, script in scripts.items():
             (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{script}\n")
             (tmp_path / name).chmod(0o755)
-        return wish(environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+        return request(environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
 
     return make
 
@@ -193,8 +193,8 @@ def programs(tmp_path) -> Callable[..., Wish]:
 def test_a_job_is_cancelled_again_until_slurm_has_done_it(programs):
     allocation = SlurmEngine.ask(programs(salloc="exec sleep 100", scancel="test -e asked || ! touch asked"))
     allocation.cancel()
-    assert not allocation.given_back, "a controller that restarts refuses"
-    eventually(lambda: allocation.given_back, "it is given back", 10)
+    assert not allocation.released, "a controller that restarts refuses"
+    eventually(lambda: allocation.released, "it is given back", 10)
 
 
 def test_why_salloc_ends_is_known_with_its_end(programs, monkeypatch, tmp_path):
@@ -215,7 +215,7 @@ def test_why_salloc_ends_is_known_with_its_end(programs, monkeypatch, tmp_path):
 
 
 def test_a_job_that_is_the_callers_needs_no_giving_back():
-    assert SlurmEngine.ask(wish(environ={"SLURM_JOB_ID": "3"})).given_back
+    assert SlurmEngine.ask(request(environ={"SLURM_JOB_ID": "3"})).released
 
 
 def test_which_tasks_srun_says_have_ended():
@@ -232,7 +232,7 @@ def test_the_words_of_a_task():
 
 
 def test_what_ssh_runs():
-    hosts = wish(
+    hosts = request(
         argument="ann@a:2222,[fe80::1]", environ={"NBLAUNCH_SSH": "ssh -F 'my config'"}, python="/my py"
     )
     allocation = SshEngine.ask(hosts)
@@ -245,7 +245,7 @@ def test_what_ssh_runs():
 
 def test_the_key_of_nodes_by_hand_is_in_a_private_file_until_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    allocation = JoinEngine.ask(wish(least=1))
+    allocation = JoinEngine.ask(request(least=1))
     line = allocation.start(
         NodeProgram(("-m", "nblaunch", "join", "h:1", "-n", "4", "--key-stdin"), b"secret\n")
     )
@@ -253,7 +253,7 @@ def test_the_key_of_nodes_by_hand_is_in_a_private_file_until_the_end(tmp_path, m
     assert line.splitlines()[1] == f"NBLAUNCH_JOIN_KEY_FILE={key} python -m nblaunch join h:1 -n 4"
     assert "each of the 1 to 2 nodes" in line
     assert (key.read_bytes(), stat.S_IMODE(key.stat().st_mode)) == (b"secret\n", 0o600)
-    assert JoinEngine.at_end(wish())[-1] == str(key.parent)
+    assert JoinEngine.at_end(request())[-1] == str(key.parent)
     allocation.cancel()
     assert not key.parent.exists()
 
@@ -269,15 +269,15 @@ def test_the_address_of_this_machine_is_another_ones_way_to_it():
 
 
 def test_why_no_more_nodes_come():
-    lost = [NodeFate("a", 0, running=False, exitcode=1, words="x: No module named nblaunch")]
+    lost = [ProgramStatus("a", 0, running=False, exitcode=1, words="x: No module named nblaunch")]
     assert _why_lost(lost) == (
         "the node on a ended before it joined, with exit code 1:\nx: No module named nblaunch\n"
         "Install nblaunch there, or give --sync-env or --node-python."
     )
-    more = [NodeFate("a", 0, running=False), NodeFate("b", 1, running=False, exitcode=-99)]
+    more = [ProgramStatus("a", 0, running=False), ProgramStatus("b", 1, running=False, exitcode=-99)]
     assert _why_lost(more) == "the node on a ended before it joined; so did 1 more"
     assert _why_lost(more[1:]) == "the node on b ended before it joined, with signal 99"
-    said = EngineSaid(
+    said = EngineStatus(
         engine="slurm", state=EngineState.ENDED, words="error: Invalid partition name specified"
     )
     assert _why_ended(said) == "slurm gives no nodes: error: Invalid partition name specified"
@@ -288,20 +288,20 @@ REFUSES_ONCE = 'test -e "$0" && touch "$1" || { touch "$0"; exit 1; }'
 
 def test_a_node_gives_its_allocation_back_until_the_engine_takes_it(tmp_path, monkeypatch):
     """The controller may be starting again."""
-    refused, given_back = tmp_path / "refused", tmp_path / "given-back"
-    command = ["sh", "-c", REFUSES_ONCE, str(refused), str(given_back)]
+    refused, released = tmp_path / "refused", tmp_path / "given-back"
+    command = ["sh", "-c", REFUSES_ONCE, str(refused), str(released)]
     monkeypatch.setenv("NBLAUNCH_NODE_AT_END", shlex.join(command))
     monkeypatch.setenv("SLURM_NODEID", "0")
     monkeypatch.setattr(join, "_TRY_AGAIN_SECONDS", 0.01)
-    join._give_back(f"127.0.0.1:{nobodys_port()}")
+    join._release(f"127.0.0.1:{nobodys_port()}")
     assert refused.exists()
-    assert given_back.exists()
+    assert released.exists()
 
 
 def test_a_node_without_the_engines_program_says_so(monkeypatch, capsys):
     monkeypatch.setenv("NBLAUNCH_NODE_AT_END", "/nowhere/scancel 7")
     monkeypatch.setenv("SLURM_NODEID", "0")
-    join._give_back(f"127.0.0.1:{nobodys_port()}")
+    join._release(f"127.0.0.1:{nobodys_port()}")
     assert "the allocation could not be given back: [Errno 2]" in capsys.readouterr().err
 
 
@@ -316,9 +316,9 @@ def test_a_slow_sinfo_holds_up_nothing_for_long(tmp_path, monkeypatch):
     slow.chmod(0o755)
     monkeypatch.setattr(slurm, "_SINFO_SECONDS", 0.2)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    wish = Wish(least=1, most=1, nproc=1, name="n", environ=environ, cwd="/", python="python")
+    request = NodeRequest(least=1, most=1, nproc=1, name="n", environ=environ, cwd="/", python="python")
     began = time.monotonic()
-    assert slurm.SlurmEngine.address(wish)
+    assert slurm.SlurmEngine.address(request)
     assert time.monotonic() - began < 10
 
 
@@ -327,12 +327,12 @@ def test_a_node_gives_its_allocation_back_only_where_its_runtime_is_certainly_go
     listens, tmp_path, monkeypatch
 ):
     """A node alone may be cut off: the others then go on with the notebook."""
-    given_back = tmp_path / "given-back"
-    monkeypatch.setenv("NBLAUNCH_NODE_AT_END", shlex.join(["touch", str(given_back)]))
+    released = tmp_path / "given-back"
+    monkeypatch.setenv("NBLAUNCH_NODE_AT_END", shlex.join(["touch", str(released)]))
     monkeypatch.setenv("SLURM_NODEID", "0")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         if not listens:
             server.close()
-        join._give_back(f"127.0.0.1:{port}")
-    assert given_back.exists() is not listens
+        join._release(f"127.0.0.1:{port}")
+    assert released.exists() is not listens

@@ -25,8 +25,8 @@ from nblaunch._errors import (
 )
 from nblaunch._results import RankFailure, RankResult, RankResults, RunResult
 from nblaunch.diagnose.failures import reason
+from nblaunch.options.command_line import parse_line
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.line import parse_line
 from nblaunch.protocol.messages import FailureRecord, Phase
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import State

@@ -19,14 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch._errors import NblaunchError
-from nblaunch.export.expressions import UnknownError, gives
+from nblaunch.export.expressions import UnknownError, evaluates_to
 from nblaunch.export.files import how_to_load
 from nblaunch.export.imports import Import, as_statements
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import NotebookSource, indented
 from nblaunch.export.writer import Cell, Setting, export
+from nblaunch.options.command_line import torchrun_command
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.options.line import torchrun_command
 
 _atoms = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(...)
 _values = st.recursive(
@@ -385,16 +385,16 @@ def test_what_an_expression_gives_is_told_without_running_it(text: str) -> None:
     except Exception:  # noqa: BLE001 - then there is no value to be compared
         return
     with contextlib.suppress(UnknownError):
-        assert gives(node, value, scope)
-        assert not gives(node, object(), scope)
+        assert evaluates_to(node, value, scope)
+        assert not evaluates_to(node, object(), scope)
 
 
 def test_equal_objects_that_others_refer_to_are_not_the_same() -> None:
     shared = [1]
     name = ast.parse("shared", mode="eval").body
-    assert gives(name, shared, {"shared": shared})
-    assert not gives(name, [1], {"shared": shared})
+    assert evaluates_to(name, shared, {"shared": shared})
+    assert not evaluates_to(name, [1], {"shared": shared})
     for text, value in (("0.0", -0.0), ("1", True), ("(1,)", [1]), ("{'a': 1}", {"a": 1, "b": 2})):
-        assert not gives(ast.parse(text, mode="eval").body, value, {})
+        assert not evaluates_to(ast.parse(text, mode="eval").body, value, {})
     with pytest.raises(UnknownError):
-        gives(ast.parse("f(1)", mode="eval").body, 1, {"f": int.__add__})
+        evaluates_to(ast.parse("f(1)", mode="eval").body, 1, {"f": int.__add__})

@@ -22,7 +22,7 @@ import zmq
 from nblaunch._errors import LaunchError, OptionError, RunFailedError, RunPreemptedError
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.capture.modules import digest_of
+from nblaunch.capture.own_modules import digest_of
 from nblaunch.host import wire
 from nblaunch.host.hub import Hub
 from nblaunch.host.join import HERE_PLACE, place_of
@@ -34,9 +34,9 @@ from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.engine import (
     Allocation,
     Engine,
-    NodeFate,
     NodeProgram,
-    Wish,
+    NodeRequest,
+    ProgramStatus,
     own_address,
 )
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
@@ -47,8 +47,8 @@ from nblaunch.protocol.messages import (
     CodeManifest,
     CodeTree,
     Dispatch,
-    EngineSaid,
     EngineState,
+    EngineStatus,
     Exited,
     FromRank,
     Hello,
@@ -140,7 +140,7 @@ class Events:
         self.told.append(("waits",))
         self.peers.regroup()
 
-    def said(self, message: EngineSaid) -> None:
+    def engine_reported(self, message: EngineStatus) -> None:
         self.told.append(("said", message.state, message.joined, message.wanted))
 
     def placed(self, backend: str, device_type: str) -> None:
@@ -186,29 +186,29 @@ class Events:
 class Hosts(Allocation):
     """Hosts that are granted at once; what is to run on them, the test plays."""
 
-    given_back = True
+    released = True
 
-    def __init__(self, wish: Wish) -> None:
-        self.wish = wish
+    def __init__(self, request: NodeRequest) -> None:
+        self.request = request
         self.programs: list[NodeProgram] = []
         self.state = EngineState.GRANTED
         self.cancelled = threading.Event()
         self.lost: set[int] = set()
         """The places whose programs have ended."""
 
-    def status(self) -> EngineSaid:
-        hosts = tuple(f"h{letter}" for letter in "ABCDEFGH"[: self.wish.most])
+    def status(self) -> EngineStatus:
+        hosts = tuple(f"h{letter}" for letter in "ABCDEFGH"[: self.request.most])
         words = "CANCELLED" if self.state is EngineState.ENDED else ""
-        return EngineSaid(engine="played", state=self.state, id="7", words=words, hosts=hosts)
+        return EngineStatus(engine="played", state=self.state, id="7", words=words, hosts=hosts)
 
     def start(self, program: NodeProgram) -> str:
         self.programs.append(program)
         self.lost = set()
         return ""
 
-    def fates(self) -> tuple[NodeFate, ...]:
-        places = range(self.wish.most if self.programs else 0)
-        return tuple(NodeFate("h", place, place not in self.lost) for place in places)
+    def statuses(self) -> tuple[ProgramStatus, ...]:
+        places = range(self.request.most if self.programs else 0)
+        return tuple(ProgramStatus("h", place, place not in self.lost) for place in places)
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -221,19 +221,19 @@ class Played(Engine):
     asked: ClassVar[list[Hosts]] = []
 
     @staticmethod
-    def check(wish: Wish) -> None: ...
+    def check(request: NodeRequest) -> None: ...
 
     @staticmethod
-    def address(wish: Wish) -> str:  # noqa: ARG004 - as every engine has it
+    def address(request: NodeRequest) -> str:  # noqa: ARG004 - as every engine has it
         return "127.0.0.1"
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:
-        return ("give-back", wish.name)
+    def at_end(request: NodeRequest) -> tuple[str, ...]:
+        return ("give-back", request.name)
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:
-        Played.asked.append(Hosts(wish))
+    def ask(request: NodeRequest) -> Allocation:
+        Played.asked.append(Hosts(request))
         return Played.asked[-1]
 
 
@@ -243,12 +243,12 @@ class PlayedHere(Played):
     asked: ClassVar[list[Hosts]] = []
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:  # noqa: ARG004 - as every engine has it
+    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as every engine has it
         return ()
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:
-        PlayedHere.asked.append(Hosts(wish))
+    def ask(request: NodeRequest) -> Allocation:
+        PlayedHere.asked.append(Hosts(request))
         return PlayedHere.asked[-1]
 
 
@@ -292,12 +292,12 @@ class Node:
         plain = wire.Arriving(name=name, nproc=2, address="127.0.0.1", data="", inventory=HAS, place=place)
         self.send(msgspec.structs.replace(plain, **changed))
 
-    def meet_again(self, after: int = -1, group: str = "g") -> None:
-        self.send(wire.MeetAgain(group=group, after=after))
+    def await_rendezvous(self, after: int = -1, group: str = "g") -> None:
+        self.send(wire.AwaitingRendezvous(group=group, after=after))
 
-    def start_ranks(self, group: str = "g", attempt: int = 0) -> wire.Meet:
+    def start_ranks(self, group: str = "g", attempt: int = 0) -> wire.CompleteRendezvous:
         """Do what it is told at a rendezvous."""
-        meet = self.wait_for(wire.Meet, group=group, attempt=attempt)
+        meet = self.wait_for(wire.CompleteRendezvous, group=group, attempt=attempt)
         records = tuple(Worker(meet.base_rank + local, local, 1000 + local) for local in range(2))
         self.send(wire.Workers(group=group, attempt=attempt, workers=records))
         self.ranks = [each.rank for each in records]
@@ -322,17 +322,19 @@ class Fleets:
         self.made: list[NodeFleet] = []
         self.nodes: list[Node] = []
         self.at_end: list[tuple[str, ...]] = []
-        self.remarks: list[str] = []
+        self.notices: list[str] = []
 
     def fleet(self, least: int = 2, most: int | None = None, **options: Any) -> NodeFleet:
         most = most or least
-        wish = Wish(least=least, most=most, nproc=2, name="nblaunch-1", environ={}, cwd="/", python="python")
+        request = NodeRequest(
+            least=least, most=most, nproc=2, name="nblaunch-1", environ={}, cwd="/", python="python"
+        )
         fleet = NodeFleet(
             self.hub,
             Played,
-            wish,
+            request,
             directory=self.directory,
-            remark=self.remarks.append,
+            notify=self.notices.append,
             at_end=self.registered,
             conf=FleetSettings(least=least, most=most, options=LaunchOptions(nproc_per_node=2, **options)),
         )
@@ -378,7 +380,7 @@ class Fleets:
         node.ask(name, place, **changed)
         node.name = node.wait_for(wire.Admitted).name
         node.wait_for(wire.OpenGroup, group=group)
-        node.meet_again(group=group)
+        node.await_rendezvous(group=group)
         return node
 
     def run_two(self, events: Events) -> tuple[Node, Node]:
@@ -519,7 +521,7 @@ def test_what_the_engine_has_not_back_is_left_to_the_command_for_the_end(fleets)
     fleet = fleets.fleet()
     fleets.group(fleet)
     fleets.program()
-    Played.asked[0].given_back = False
+    Played.asked[0].released = False
     fleet.close()
     assert fleets.at_end == [("give-back", "nblaunch-1")]
 
@@ -538,9 +540,9 @@ def test_nothing_is_asked_for_that_would_not_be_given_back(fleets, monkeypatch):
 
 def test_what_is_stopped_before_it_has_begun_is_not_asked_for(fleets):
     fleet = fleets.fleet()
-    asking = Asking(Played, fleet.wish, lambda: NodeProgram((), b""), lambda _: None, lambda _: None)
+    asking = Asking(Played, fleet.request, lambda: NodeProgram((), b""), lambda _: None, lambda _: None)
     asking.stop()
-    assert asking.given_back
+    assert asking.released
     asking.start()
     asking.stop()
     assert Played.asked == []
@@ -679,7 +681,7 @@ def test_the_node_of_this_machine_has_the_first_ranks(fleets, monkeypatch):
     there = fleets.come("hA", 0)
     here = fleets.come("here", HERE_PLACE)
     (asked,) = PlayedHere.asked
-    assert (asked.wish.python, place_of(asked.wish.environ)) == (sys.executable, HERE_PLACE)
+    assert (asked.request.python, place_of(asked.request.environ)) == (sys.executable, HERE_PLACE)
     assert [each.start_ranks().node_rank for each in (there, here)] == [1, 0]
 
 
@@ -728,8 +730,8 @@ def test_a_connection_for_data_may_be_silent_for_as_long_as_the_other_one(fleets
 
     def look() -> None:
         assert fleet._data is not None
-        giver = fleet._data._child(("hA", "tcp://127.0.0.1:1")).socket
-        found.extend(giver.getsockopt(each) for each in (zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL))
+        sender = fleet._data._child(("hA", "tcp://127.0.0.1:1")).socket
+        found.extend(sender.getsockopt(each) for each in (zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL))
 
     fleets.hub.run(look)
     assert found == [40_000, 40_000]
@@ -796,7 +798,7 @@ def test_a_node_that_comes_late_and_reaches_nobody_is_sent_away_and_the_others_g
     first = reached("hA")
     first.answering.join(SECONDS)
     first.wait_for(wire.OpenGroup)
-    first.meet_again()
+    first.await_rendezvous()
     first.start_ranks()
     wait_until(lambda: events.of("started"))
     first.answering = threading.Thread(target=first.tries)
@@ -805,7 +807,7 @@ def test_a_node_that_comes_late_and_reaches_nobody_is_sent_away_and_the_others_g
     second.answering.join(SECONDS)
     second.wait_for(wire.Finish)
     first.answering.join(SECONDS)
-    assert "hB does not reach" in wait_until(lambda: fleets.remarks)[0]
+    assert "hB does not reach" in wait_until(lambda: fleets.notices)[0]
     assert not events.ended.is_set()
     assert not [each for each in second.got if isinstance(each, wire.OpenGroup)]
 
@@ -821,7 +823,7 @@ def test_a_failure_begins_again_with_the_same_nodes(fleets):
     events.peers.release(succeeded=False, others=frozenset({0, 1}))
     for node in nodes:
         assert node.wait_for(wire.Release).others == (0, 1)
-        node.meet_again(after=0)
+        node.await_rendezvous(after=0)
     for node in nodes:
         node.start_ranks(attempt=1)
     wait_until(lambda: len(events.of("started")) == 2)
@@ -851,7 +853,7 @@ def test_a_kept_rank_that_dies_has_all_replaced(fleets):
     nodes[0].send(wire.Gone(group="g", attempt=0, exited=Exited(rank=1, exitcode=-9, time=0.0)))
     assert nodes[1].wait_for(wire.Restart).attempt == 0
     for node in nodes:
-        node.meet_again(after=0)
+        node.await_rendezvous(after=0)
     for node in nodes:
         node.start_ranks(attempt=1)
     wait_until(lambda: len(events.of("started")) == 2)
@@ -868,7 +870,7 @@ def test_a_node_that_is_lost_is_named_by_its_ranks_and_a_kept_group_without_anot
     reason = f"was lost with its node: hB {GONE}"
     assert events.of("gone") == [(2, -9, reason), (3, -9, reason)]
     nodes[0].wait_for(wire.Restart)
-    nodes[0].meet_again(after=0)
+    nodes[0].await_rendezvous(after=0)
     nodes[0].wait_for(wire.EndGroup)
     nodes[0].end()
     assert events.ended.wait(SECONDS)
@@ -882,9 +884,9 @@ def test_another_node_comes_in_the_place_of_one_that_was_lost(fleets):
     nodes[0].die()
     Played.asked[0].lost = {0}
     nodes[1].wait_for(wire.Restart)
-    nodes[1].meet_again(after=0)
+    nodes[1].await_rendezvous(after=0)
     wait_until(lambda: len(Played.asked[0].programs) == 2, "no other program was started")
-    assert "hA was lost" in wait_until(lambda: fleets.remarks)[0]
+    assert "hA was lost" in wait_until(lambda: fleets.notices)[0]
     other = fleets.come("hC", 0)
     for node in (other, nodes[1]):
         node.start_ranks(attempt=1)
@@ -898,7 +900,7 @@ def test_fresh_ranks_go_on_with_the_nodes_that_are_left(fleets):
     second.die()
     first.wait_for(wire.Restart)
     assert events.of("leaves") == [("hB", False, True)]
-    first.meet_again(after=0)
+    first.await_rendezvous(after=0)
     first.start_ranks(attempt=1)
     wait_until(lambda: len(events.of("started")) == 2)
     assert events.of("attempt")[-1] == (1, 2, "membership")
@@ -927,7 +929,7 @@ def test_kept_ranks_go_on_under_other_numbers_and_lose_nothing_that_they_have_pr
     second.send(wire.Gone(group="g", attempt=0, exited=Exited(rank=3, exitcode=1, time=0.0)))
     wait_until(lambda: events.of("gone")[-1][0] == 1)
     assert second.wait_for(wire.Restart).attempt == 1
-    second.meet_again(after=0)
+    second.await_rendezvous(after=0)
     assert second.start_ranks(attempt=2).base_rank == 0
 
 
@@ -975,7 +977,7 @@ def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
     nodes[1].send(wire.Leaving())
     nodes[1].wait_for(wire.Finish)
     nodes[0].wait_for(wire.Restart)
-    nodes[0].meet_again(after=0)
+    nodes[0].await_rendezvous(after=0)
     nodes[0].wait_for(wire.EndGroup)
     nodes[0].end()
     assert events.ended.wait(SECONDS)
@@ -1029,7 +1031,7 @@ def test_two_groups_use_the_same_nodes_and_know_nothing_of_each_other(fleets):
     second = fleets.group(fleet, "h")
     for node in nodes:
         assert node.wait_for(wire.OpenGroup).group == "h"
-        node.meet_again(group="h")
+        node.await_rendezvous(group="h")
     for node in nodes:
         node.start_ranks("h")
     wait_until(lambda: second.of("started"))

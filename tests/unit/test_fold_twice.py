@@ -57,14 +57,14 @@ ANY_TEXT = st.text(st.characters(), max_size=40)
 class Followed(Group):  # type: ignore[misc]  # a class of another test
     """A group whose job is folded a second time, from bytes."""
 
-    def __init__(self, size: int = 2, *, kept: bool = False) -> None:
-        super().__init__(size, kept=kept)
+    def __init__(self, size: int = 2, *, persistent: bool = False) -> None:
+        super().__init__(size, persistent=persistent)
         self.there = RunState.fresh(size)
         self.published = 0
 
     def check(self, before: GroupState, event: GroupEvent, actions: tuple[Action, ...]) -> None:
         super().check(before, event, actions)
-        if isinstance(event, life.JobGiven) and event.job is not None:
+        if isinstance(event, life.JobSubmitted) and event.job is not None:
             self.there = decode_state(encode_state(event.job.run))
         published = [isinstance(each, Publish) for each in actions]
         assert published == sorted(published, reverse=True), "others may feed what is folded later"
@@ -90,8 +90,8 @@ SEEN = st.one_of(
     st.booleans(),
     st.booleans(),
 )
-def test_both_folds_are_equal_whatever_happens_to_a_group(history, kept, begun):
-    group = Followed(kept=kept)
+def test_both_folds_are_equal_whatever_happens_to_a_group(history, persistent, begun):
+    group = Followed(persistent=persistent)
     if begun:
         group.start()
     for event, seconds in history:
@@ -100,9 +100,9 @@ def test_both_folds_are_equal_whatever_happens_to_a_group(history, kept, begun):
 
 
 @given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 3))
-def test_both_folds_are_equal_from_the_first_fork_to_the_end(chance, kept, size):
-    group = Followed(size, kept=kept)
-    group.give()
+def test_both_folds_are_equal_from_the_first_fork_to_the_end(chance, persistent, size):
+    group = Followed(size, persistent=persistent)
+    group.submit()
     world, began = World(group, chance), group.now
     while group.state.working is not None and group.now < began + 300:
         world.go_on()
@@ -112,16 +112,16 @@ def test_both_folds_are_equal_from_the_first_fork_to_the_end(chance, kept, size)
 
 
 def test_a_job_that_is_given_to_ranks_which_run_already_is_followed_from_there():
-    group = Followed(kept=True).start(1, given=False)
-    group.feed(Noticed(text="known before"), life.JobGiven(PREPARE, 1.0))
-    group.give()
+    group = Followed(persistent=True).start(1, given=False)
+    group.feed(Noticed(text="known before"), life.JobSubmitted(PREPARE, 1.0))
+    group.submit()
     assert group.there.attempt.number == 1
     assert [rank.pid for rank in group.there.ranks.values()] == [10, 11]
     assert group.there.notices == (GONE, "known before")
 
 
 def test_what_is_of_interest_to_the_group_only_is_not_published():
-    group = Followed(kept=True).start()
+    group = Followed(persistent=True).start()
     before = group.published
     group.feed(Arrived(rank=0), InterruptSeen(rank=0, number=1), Where(rank=0, frames=()))
     assert group.published == before
@@ -129,7 +129,7 @@ def test_what_is_of_interest_to_the_group_only_is_not_published():
 
 def test_an_exit_that_is_explained_comes_after_what_was_folded_before():
     """The group feeds the explanation while it performs the actions of the step that has asked for it."""
-    group = Followed(kept=True).start()
+    group = Followed(persistent=True).start()
     group.feed(exited(1), raised(0), RestartAsked("a restart"))
     group.now += 1
     group.feed(Trigger.TICK)

@@ -20,12 +20,14 @@ STUCK = tuple(Collective("0", number, "all_reduce", completed=number < 2) for nu
 class Traced(Group):  # type: ignore[misc]  # a class of another test
     """A group that notes what it does, and when: in seconds since the job began, on which ranks."""
 
-    def __init__(self, *, kept: bool, timeout: float | None = None, hang_after: float | None = None) -> None:
-        super().__init__(kept=kept)
+    def __init__(
+        self, *, persistent: bool, timeout: float | None = None, hang_after: float | None = None
+    ) -> None:
+        super().__init__(persistent=persistent)
         self.lines: list[str] = []
         self.began = self.now
         ending = Ending.of(timeout, hang_after, self.now)
-        self.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2), ending=ending)))
+        self.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2), ending=ending)))
         self.start(given=False).feed(*(Started(rank=rank, time=1.0) for rank in range(2)))
 
     def feed(self, *events: life.GroupEvent) -> list[Action]:
@@ -53,17 +55,19 @@ class Traced(Group):  # type: ignore[misc]  # a class of another test
 BEGINS = "0.0 FORGET_VALUES, 0.0 Prepare, 0.0 SendJob"
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_job_that_ends_by_itself(kept):
-    group = Traced(kept=kept, timeout=60.0, hang_after=30.0)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_job_that_ends_by_itself(persistent):
+    group = Traced(persistent=persistent, timeout=60.0, hang_after=30.0)
     assert group.trace() == BEGINS
     group.feed(returned(0), returned(1))
-    assert group.trace() == ("0.0 FINISH_JOB" if kept else "0.0 ReleaseWorkers, 0.0 Leave, 0.0 FINISH_JOB")
+    assert group.trace() == (
+        "0.0 FINISH_JOB" if persistent else "0.0 ReleaseWorkers, 0.0 Leave, 0.0 FINISH_JOB"
+    )
     assert group.error == ""
 
 
 def test_an_interrupt_of_fresh_ranks_asks_where_they_are_and_the_second_skips_the_grace_period():
-    group = Traced(kept=False)
+    group = Traced(persistent=False)
     group.feed(Trigger.INTERRUPT)
     group.located()
     assert group.trace() == f"{BEGINS}, 0.0 ReportWhere, 0.0 Interrupt"
@@ -74,7 +78,7 @@ def test_an_interrupt_of_fresh_ranks_asks_where_they_are_and_the_second_skips_th
     group.feed(Trigger.DRAINED, Trigger.AGENT_ENDED)
     assert group.trace() == "5.0 CLOSE_GROUP, 5.0 FINISH_JOB"
     assert group.error.startswith("the run was interrupted: [ranks 0-1] ")
-    group = Traced(kept=False)
+    group = Traced(persistent=False)
     group.feed(Trigger.INTERRUPT, Trigger.INTERRUPT)
     group.located()
     assert group.trace() == f"{BEGINS}, 0.0 ReportWhere, 0.0 Interrupt, 0.0 SKIP_GRACE, 0.0 STOP_AGENT"
@@ -85,7 +89,7 @@ def test_an_interrupt_of_fresh_ranks_asks_where_they_are_and_the_second_skips_th
 
 
 def test_ranks_that_do_not_say_where_they_are_are_interrupted_once_their_stacks_are_read():
-    group = Traced(kept=True)
+    group = Traced(persistent=True)
     group.feed(Trigger.INTERRUPT)
     group.after(0.4)
     assert group.trace() == f"{BEGINS}, 0.0 ReportWhere, 0.3 ReadStacks"
@@ -98,7 +102,7 @@ def test_ranks_that_do_not_say_where_they_are_are_interrupted_once_their_stacks_
 
 
 def test_the_second_interrupt_of_kept_ranks_replaces_them_unless_they_import():
-    group = Traced(kept=True)
+    group = Traced(persistent=True)
     group.feed(Trigger.INTERRUPT)
     group.located()
     group.feed(Trigger.INTERRUPT)
@@ -113,7 +117,7 @@ def test_the_second_interrupt_of_kept_ranks_replaces_them_unless_they_import():
 
 
 def test_an_interrupt_that_spares_the_ranks_is_repeated_and_never_costs_variables():
-    group = Traced(kept=True)
+    group = Traced(persistent=True)
     for _ in range(3):
         group.feed(Trigger.INTERRUPT_SPARING)
         group.located()
@@ -123,17 +127,17 @@ def test_an_interrupt_that_spares_the_ranks_is_repeated_and_never_costs_variable
 
 
 @pytest.mark.parametrize("trigger", [Trigger.INTERRUPT, Trigger.INTERRUPT_SPARING])
-@pytest.mark.parametrize("kept", [False, True])
-def test_an_interrupt_counts_also_where_the_job_ends_while_its_ranks_are_asked(kept, trigger):
-    group = Traced(kept=kept)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_interrupt_counts_also_where_the_job_ends_while_its_ranks_are_asked(persistent, trigger):
+    group = Traced(persistent=persistent)
     group.feed(trigger, returned(0), returned(1))
     assert Order.FINISH_JOB in group.done
     assert group.error == "the run was interrupted: [ranks 0-1] had finished"
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_job_that_has_timed_out_is_ended_and_not_while_a_question_is_open(kept):
-    group = Traced(kept=kept, timeout=2.0)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_job_that_has_timed_out_is_ended_and_not_while_a_question_is_open(persistent):
+    group = Traced(persistent=persistent, timeout=2.0)
     group.after(1.0)
     group.feed(Asked(rank=0, number=1, prompt="? "))
     group.after(60.0)
@@ -143,16 +147,16 @@ def test_a_job_that_has_timed_out_is_ended_and_not_while_a_question_is_open(kept
     assert group.trace() == "61.0 Answer"
     group.after(0.2)
     group.located()
-    told = "Interrupt" if kept else "STOP_AGENT"
+    told = "Interrupt" if persistent else "STOP_AGENT"
     assert group.trace() == f"62.0 ReportWhere, 62.1 {told}"
     assert group.error.startswith("the run was given 2 s and did not end in that time: [ranks 0-1] ")
-    if kept:
+    if persistent:
         group.feed(Trigger.INTERRUPT)
         assert group.trace() == "62.1 SKIP_GRACE, 62.1 RESTART_AGENT"
 
 
 def test_kept_ranks_that_are_stopped_are_replaced_after_a_timeout_and_its_grace_period():
-    group = Traced(kept=True, timeout=1.0)
+    group = Traced(persistent=True, timeout=1.0)
     stopped = "its process is stopped (SIGSTOP)"
     for _ in range(200):
         group.after(0.05)
@@ -162,7 +166,7 @@ def test_kept_ranks_that_are_stopped_are_replaced_after_a_timeout_and_its_grace_
 
 
 def test_a_hang_is_looked_for_after_half_of_the_silence_and_told_after_all_of_it():
-    group = Traced(kept=True, hang_after=2.0)
+    group = Traced(persistent=True, hang_after=2.0)
     for _ in range(2):
         group.after(1.1)
         group.located(collectives=STUCK[-1:])
@@ -178,7 +182,7 @@ def test_a_hang_is_looked_for_after_half_of_the_silence_and_told_after_all_of_it
 
 
 def test_a_hang_is_found_also_while_ranks_are_measured():
-    group = Traced(kept=True, hang_after=2.0)
+    group = Traced(persistent=True, hang_after=2.0)
     measured = [Reached(rank=rank, collectives=7) for rank in range(2)]
     group.feed(*measured)
     for _ in range(2):
@@ -191,7 +195,7 @@ def test_a_hang_is_found_also_while_ranks_are_measured():
 
 
 def test_ranks_that_compute_in_silence_are_asked_now_and_then():
-    group = Traced(kept=True, hang_after=2.0)
+    group = Traced(persistent=True, hang_after=2.0)
     for _ in range(100):
         group.after(0.1)
         group.located()
@@ -200,7 +204,7 @@ def test_ranks_that_compute_in_silence_are_asked_now_and_then():
 
 
 def test_a_job_that_an_interrupt_spares_times_out_all_the_same():
-    group = Traced(kept=True, timeout=3.0)
+    group = Traced(persistent=True, timeout=3.0)
     group.feed(Trigger.INTERRUPT_SPARING)
     stopped = "its process is stopped (SIGSTOP)"
     for _ in range(200):
@@ -210,14 +214,14 @@ def test_a_job_that_an_interrupt_spares_times_out_all_the_same():
 
 
 def test_who_looks_at_a_group_that_ends_has_an_answer_at_once():
-    group = Traced(kept=True)
+    group = Traced(persistent=True)
     group.feed(LocateRanks(3, 1.0), Trigger.DRAINED, Trigger.AGENT_ENDED)
     assert group.trace().endswith("0.0 RanksLocated")
 
 
 def test_no_stack_is_read_of_a_process_that_has_not_said_hello():
     """The signal for it would end a process that does not handle it yet."""
-    group = Traced(kept=True)
+    group = Traced(persistent=True)
     group.feed(LocateRanks(3, 1.0))
     starting = msgspec.structs.replace(attempt(1), pids={0: 10, 1: 11})
     group.feed(life.AttemptStarting(starting), life.WorkersForked(starting, frozenset({0, 1})))

@@ -13,10 +13,10 @@ from nblaunch.diagnose import hang
 from nblaunch.protocol.client import RankStatus
 from nblaunch.protocol.messages import (
     AttemptStarted,
-    EngineSaid,
     EngineState,
+    EngineStatus,
     FailureRecord,
-    GivenTo,
+    JobAssigned,
     Payload,
     Phase,
     Raised,
@@ -34,7 +34,7 @@ from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo", node="notebook-host")
 FAILED = FailureRecord(type="builtins.ValueError", message="boom", time=2.0)
-WAITING = EngineSaid(engine="slurm", state=EngineState.WAITING, id="3", joined=1, wanted=2)
+WAITING = EngineStatus(engine="slurm", state=EngineState.WAITING, id="3", joined=1, wanted=2)
 
 
 def on_hosts(ranks: int, each: int = 8, *, started: bool = True) -> RunState:
@@ -43,7 +43,7 @@ def on_hosts(ranks: int, each: int = 8, *, started: bool = True) -> RunState:
         rank: RankPlace(rank % each, f"h{rank // each:03}", "cpu", rank + 1, Phase.JOB)
         for rank in range(ranks)
     }
-    state = advance(RunState.fresh(ranks), GivenTo(ranks=places, attempt=0))
+    state = advance(RunState.fresh(ranks), JobAssigned(ranks=places, attempt=0))
     for rank in range(ranks) if started else ():
         state = advance(state, Started(rank=rank, time=1.0))
     return state

@@ -251,13 +251,13 @@ def test_a_kernel_loads_no_zmq_of_ours_and_torch_only_for_values_that_are_torchs
     assert all(each.lazy for each in torch)
 
 
-MAKES_HOSTS = {"nblaunch.runtime.launch"}
+MAKES_HOSTS = {"nblaunch.runtime.worker_groups"}
 """What starts worker groups hands each of them the function that makes its hosts."""
 
 ASKS_FOR_NODES = {"nblaunch.runtime.place"}
 """What judges a request before anything is started."""
 
-KEEPS_NODES = {"nblaunch.runtime.requests", "nblaunch.runtime.sessions"}
+KEEPS_NODES = {"nblaunch.runtime.requests", "nblaunch.runtime.runtime_session"}
 """What may have nodes that outlive a group: a session's, and those that the doctor asks for."""
 
 
@@ -267,7 +267,7 @@ def test_a_worker_group_knows_its_ranks_only_as_those_of_hosts():
     assert others == MAKES_HOSTS | ASKS_FOR_NODES
     of_group = {each.imported for each in OURS if each.importer == "nblaunch.group.group"}
     of_hosts = {each for each in of_group if each.startswith("nblaunch.host")}
-    assert of_hosts == {"nblaunch.host.local", "nblaunch.host.ranks", "nblaunch.host.settings"}
+    assert of_hosts == {"nblaunch.host.local_host", "nblaunch.host.rank_host", "nblaunch.host.settings"}
 
 
 def test_a_worker_group_does_not_know_whether_a_notebook_runs_it():
@@ -306,7 +306,7 @@ def test_what_is_a_callers_comes_with_its_requests():
     own = {"os.environ", "os.getcwd", "os.getpid", "sys.argv", "Path.cwd"}
     used = [
         f"{name}:{node.lineno} {ast.unparse(node)}"
-        for name in ("place", "launch")
+        for name in ("place", "worker_groups")
         for node in ast.walk(ast.parse((PACKAGE / "runtime" / f"{name}.py").read_text()))
         if isinstance(node, ast.Attribute)
         and (ast.unparse(node) in own or node.attr in {"absolute", "resolve"})
@@ -450,9 +450,9 @@ SPEAKERS = {
     "nblaunch.__main__",
     "nblaunch._demo",
     "nblaunch.host.join",
-    "nblaunch.testing.modules",  # pytest -s
+    "nblaunch.testing.module_sessions",  # pytest -s
     "nblaunch.host.node_main",
-    "nblaunch.client.launch",  # remarks: other nodes join while the run waits
+    "nblaunch.client.preparation",  # notices: other nodes join while the run waits
     "nblaunch.client.run",  # what ranks ask is answered while the run waits
 }
 

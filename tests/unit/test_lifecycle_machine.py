@@ -19,8 +19,8 @@ from nblaunch.protocol.messages import (
     Aborted,
     Arrived,
     AttemptStarted,
-    EngineSaid,
     EngineState,
+    EngineStatus,
     Entered,
     Exited,
     FailureRecord,
@@ -58,7 +58,7 @@ from nblaunch.protocol.state import RunState, State, advance
 GRACE = 5.0
 PREPARE = Prepare(environ=(), cwd=b"/", path=())
 ON_GPUS = msgspec.structs.replace(PREPARE, device_type="cuda")
-WAITING = EngineSaid(engine="slurm", state=EngineState.WAITING, id="3", words="PENDING", wanted=2)
+WAITING = EngineStatus(engine="slurm", state=EngineState.WAITING, id="3", words="PENDING", wanted=2)
 GRANTED = msgspec.structs.replace(WAITING, state=EngineState.RUNNING, hosts=("a", "b"), joined=2)
 PEER_GONE = "Connection closed by peer [127.0.0.1]:1"
 GONE = "the ranks were started anew: all of their variables are gone"
@@ -99,9 +99,9 @@ def attempt(number: int, size: int = 2) -> AttemptStarted:
 class Group:
     """A machine that is fed by hand; each step is checked for what holds in every state."""
 
-    def __init__(self, size: int = 2, *, kept: bool = False) -> None:
+    def __init__(self, size: int = 2, *, persistent: bool = False) -> None:
         self.size = size
-        self.state = GroupState(kept=kept, members=RunState.fresh(size))
+        self.state = GroupState(persistent=persistent, members=RunState.fresh(size))
         self.now = 1000.0
         self.done: list[Action] = []
         self.open_jobs = 0
@@ -134,7 +134,7 @@ class Group:
     def check(self, before: GroupState, event: GroupEvent, actions: tuple[Action, ...]) -> None:
         after = self.state
         self.stages.add((before.stage, after.stage))
-        if isinstance(event, life.JobGiven):
+        if isinstance(event, life.JobSubmitted):
             self.open_jobs = 1 if event.job is not None else 0
         for each in actions:
             if isinstance(each, Send | life.SendJob):
@@ -143,7 +143,7 @@ class Group:
                 self.open_jobs -= 1
                 assert self.open_jobs == 0, "a job ends once"
                 assert after.working is None
-        if before.working is not None and not isinstance(event, life.JobGiven | life.AttemptStarting):
+        if before.working is not None and not isinstance(event, life.JobSubmitted | life.AttemptStarting):
             for rank, known in before.working.run.ranks.items():
                 if known.state is State.SUCCEEDED:
                     assert after.job is not None
@@ -152,8 +152,8 @@ class Group:
 
     # --- shorthands ------------------------------------------------------------------------------
 
-    def give(self, prepare: Prepare = PREPARE, *, internal: bool = False) -> list[Action]:
-        return self.feed(life.JobGiven(prepare, GRACE, JobState(RunState.fresh(self.size), internal)))
+    def submit(self, prepare: Prepare = PREPARE, *, internal: bool = False) -> list[Action]:
+        return self.feed(life.JobSubmitted(prepare, GRACE, JobState(RunState.fresh(self.size), internal)))
 
     def fork(self, number: int = 0) -> list[Action]:
         ranks = frozenset(range(self.size))
@@ -163,7 +163,7 @@ class Group:
     def start(self, number: int = 0, *, given: bool = True, prepare: Prepare = PREPARE) -> Group:
         """Let all ranks come into being, with a job."""
         if given:
-            self.give(prepare)
+            self.submit(prepare)
         self.fork(number)
         self.feed(*map(hello, range(self.size)), *map(ready, range(self.size)))
         if given:
@@ -204,7 +204,7 @@ def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_int
     said: list[GroupEvent | FromRank] = [
         *(each for rank in range(2) for each in (hello(rank), ready(rank))),
         life.WorkersForked(attempt(0), frozenset({0, 1})),
-        life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2))),
+        life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2))),
     ]
     random.Random(seed).shuffle(said)
     actions = group.feed(*said)
@@ -215,7 +215,7 @@ def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_int
 
 def test_ranks_that_are_not_heard_of_within_a_minute_end_the_launch():
     group = Group()
-    group.give()
+    group.submit()
     group.fork()
     group.feed(hello(0))
     assert group.after(59) == []
@@ -229,7 +229,7 @@ def test_ranks_that_are_not_heard_of_within_a_minute_end_the_launch():
 
 def test_a_process_group_that_is_not_formed_within_two_minutes_ends_the_launch():
     group = Group()
-    group.give()
+    group.submit()
     group.fork()
     group.after(50)
     group.feed(hello(0), hello(1), ready(1))
@@ -247,16 +247,16 @@ def test_ranks_that_wait_for_their_first_job_have_no_limit(late):
     group.feed(*((*said, forked) if late else (forked, *said)))
     assert group.state.quiet
     assert group.after(1000) == []
-    group.give()
+    group.submit()
     assert not group.state.quiet
 
 
 def test_a_kept_rank_that_dies_before_it_is_ready_ends_the_group_and_a_fresh_one_does_not():
-    for kept in (True, False):
-        group = Group(kept=kept)
-        group.give()
+    for persistent in (True, False):
+        group = Group(persistent=persistent)
+        group.submit()
         group.fork()
-        assert (Order.STOP_AGENT in group.feed(exited(1))) is kept
+        assert (Order.STOP_AGENT in group.feed(exited(1))) is persistent
 
 
 def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
@@ -271,23 +271,23 @@ def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
 
 
 def test_what_an_engine_says_is_the_jobs_and_that_of_each_later_one():
-    group = Group(kept=True)
-    group.give()
+    group = Group(persistent=True)
+    group.submit()
     group.feed(WAITING)
     assert group.state.at_work.engine == WAITING
     assert group.state.at_work.where == "waiting for slurm: job 3 PENDING, 0 of 2 nodes here"
     group.feed(GRANTED)
     group.start(given=False)
     group.feed(Started(rank=0, time=1.0), Started(rank=1, time=1.0), returned(0), returned(1))
-    group.give()
+    group.submit()
     assert group.state.engine == group.state.at_work.engine == GRANTED
 
 
 def test_names_of_hosts_travel_once_however_many_nodes_arrive():
     count = 4096
     granted = msgspec.structs.replace(WAITING, hosts=tuple(f"gpu-node-{each:05}" for each in range(count)))
-    group, size, told = Group(kept=True), 0, RunState.fresh(2)
-    group.give()
+    group, size, told = Group(persistent=True), 0, RunState.fresh(2)
+    group.submit()
     for joined in range(count + 1):
         said = msgspec.structs.replace(granted, joined=joined)
         group.state, actions = step(group.state, said, group.now)
@@ -301,16 +301,16 @@ def test_names_of_hosts_travel_once_however_many_nodes_arrive():
 
 
 def test_a_job_for_a_rank_that_no_attempt_has_any_more_ends():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(life.AttemptStarting(attempt(0, 2)))
-    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (1,)))))
+    group.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2, (1,)))))
     assert group.state.working is not None
     assert finished(group.feed(life.AttemptStarting(attempt(1, 1))))
 
 
 def test_ranks_get_the_backend_that_all_nodes_have():
     group = Group()
-    group.give(msgspec.structs.replace(PREPARE, backend="gloo"))
+    group.submit(msgspec.structs.replace(PREPARE, backend="gloo"))
     group.feed(life.PrepareChanged("cpu:gloo,cuda:nccl", "cuda"))
     group.fork()
     (order,) = [each for each in group.feed(hello(0)) if isinstance(each, Send)]
@@ -320,11 +320,11 @@ def test_ranks_get_the_backend_that_all_nodes_have():
 
 def test_ranks_without_a_process_group_get_none_whatever_the_nodes_have():
     group = Group()
-    group.give()
+    group.submit()
     group.feed(life.PrepareChanged("nccl", "cuda"))
     assert group.state.prepare == msgspec.structs.replace(PREPARE, device_type="cuda")
     script = Group()
-    script.give(msgspec.structs.replace(PREPARE, device_type=""))
+    script.submit(msgspec.structs.replace(PREPARE, device_type=""))
     script.feed(life.PrepareChanged("nccl", "cuda"))
     assert script.state.prepare == msgspec.structs.replace(PREPARE, device_type="")
 
@@ -414,7 +414,7 @@ def test_a_rank_that_exits_badly_after_its_value_was_here_is_a_warning():
 
 
 def test_a_payload_is_kept_once_it_is_whole_on_every_rank():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     assert group.feed(Arrived(rank=0)) == []
     actions = group.feed(Arrived(rank=1))
     assert actions == [Order.KEEP_PAYLOAD, Send(0, Proceed()), Send(1, Proceed())]
@@ -422,7 +422,7 @@ def test_a_payload_is_kept_once_it_is_whole_on_every_rank():
 
 
 def test_a_payload_that_one_rank_cannot_load_is_kept_on_none():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(Arrived(rank=0), raised(1))
     assert group.feed(Arrived(rank=1)) == []
 
@@ -437,9 +437,9 @@ def test_how_far_ranks_are_is_asked_of_those_at_work():
 
 
 def test_an_interrupt_before_anything_runs_has_nobody_to_wait_for():
-    fresh, kept = Group(), Group(kept=True)
+    fresh, kept = Group(), Group(persistent=True)
     for group in (fresh, kept):
-        group.give()
+        group.submit()
         group.fork()
     assert Order.STOP_AGENT in fresh.interrupt()
     actions = kept.interrupt()
@@ -450,7 +450,7 @@ def test_an_interrupt_before_anything_runs_has_nobody_to_wait_for():
 
 
 def test_an_interrupt_of_idle_ranks_does_nothing():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(returned(0), returned(1))
     before = group.state
     assert group.feed(Trigger.INTERRUPT) == []
@@ -458,7 +458,7 @@ def test_an_interrupt_of_idle_ranks_does_nothing():
 
 
 def test_a_second_interrupt_skips_the_grace_period():
-    fresh, kept = Group().start(), Group(kept=True).start()
+    fresh, kept = Group().start(), Group(persistent=True).start()
     for group in (fresh, kept):
         group.interrupt()
     assert fresh.interrupt() == [Order.SKIP_GRACE, Order.STOP_AGENT]
@@ -471,7 +471,7 @@ def test_a_second_interrupt_skips_the_grace_period():
 
 
 def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.interrupt()
     group.feed(raised(0, "builtins.KeyboardInterrupt"), InterruptSeen(rank=1, number=1))
     assert sent(group.after(GRACE - 0.1), Interrupt) == []
@@ -488,7 +488,7 @@ def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
 
 
 def test_a_rank_in_c_code_is_waited_for():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.interrupt()
     actions = group.after(100)
     assert set(group.state.interruption.waited_for) == {0, 1}
@@ -511,7 +511,7 @@ def interrupted_peer(group: Group) -> None:
 
 
 def test_one_rank_raises_while_another_sits_in_all_reduce():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     interrupted_peer(group)
     group.feed(where(0), where(1))
     assert sent(group.after(0.1), Recover) == [0, 1]
@@ -524,7 +524,7 @@ def test_one_rank_raises_while_another_sits_in_all_reduce():
 
 
 def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(raised(0), raised(1), where(0), where(1))
     recover = [each.message for each in group.after(0.1) if isinstance(each, Send)]
     assert [each.reform for each in recover if isinstance(each, Recover)] == [False, False]
@@ -538,7 +538,7 @@ def called(number: int, recorded: int | None = None) -> Tally:
 
 def unlike(*, recorded: tuple[int, int]) -> Group:
     """Return a group whose ranks have returned, after two and one collectives by their own count."""
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(*(msgspec.structs.replace(returned(rank), tallies=(called(2 - rank),)) for rank in (0, 1)))
     assert group.stage() is Stage.RECOVERING
     group.feed(
@@ -573,7 +573,7 @@ def test_unlike_numbers_cost_nothing_where_the_recorders_show_the_same_collectiv
 
 
 def test_like_numbers_after_success_ask_the_ranks_for_nothing():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     even = [msgspec.structs.replace(returned(rank), tallies=(called(2),)) for rank in (0, 1)]
     actions = group.feed(*even)
     assert finished(actions)
@@ -581,7 +581,7 @@ def test_like_numbers_after_success_ask_the_ranks_for_nothing():
 
 
 def test_a_group_that_cannot_be_formed_again_is_replaced_at_once():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     interrupted_peer(group)
     group.feed(where(0), where(1))
     group.after(0.1)
@@ -592,7 +592,7 @@ def test_a_group_that_cannot_be_formed_again_is_replaced_at_once():
 
 
 def test_ranks_that_do_not_get_ready_are_replaced_once_they_are_seen_to_do_nothing():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(raised(0), raised(1), where(0), where(1))
     group.after(0.1)
     assert group.after(GRACE - 1) == []
@@ -609,7 +609,7 @@ def test_ranks_that_do_not_get_ready_are_replaced_once_they_are_seen_to_do_nothi
 
 
 def test_ranks_that_are_seen_to_be_at_it_have_a_minute():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(raised(0), raised(1), where(0), where(1))
     began, actions = group.now, list[Action]()
     while Order.RESTART_AGENT not in actions and group.now < began + 200:
@@ -620,7 +620,7 @@ def test_ranks_that_are_seen_to_be_at_it_have_a_minute():
 
 
 def test_the_death_of_a_kept_rank_ends_the_job_with_the_next_attempt():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     assert not finished(group.feed(exited(1))), "its last words may still arrive"
     assert group.states() == [State.RUNNING, State.RUNNING]
     group.after(0.06)
@@ -633,7 +633,7 @@ def test_the_death_of_a_kept_rank_ends_the_job_with_the_next_attempt():
 
 
 def test_a_rank_whose_last_words_arrive_is_judged_by_them():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(exited(1), raised(1))
     group.after(0.2)
     assert group.state.job is not None
@@ -643,21 +643,21 @@ def test_a_rank_whose_last_words_arrive_is_judged_by_them():
 
 
 def test_a_death_between_two_jobs_is_shown_with_the_next_that_the_user_sees():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     group.feed(returned(0), returned(1), exited(1))
     group.feed(life.AttemptStarting(attempt(1)))
-    group.give(internal=True)
+    group.submit(internal=True)
     assert group.notices() == ()
-    group.give()
+    group.submit()
     assert group.notices() == ("rank 1 was killed by SIGKILL", GONE)
-    group.give()
+    group.submit()
     assert group.notices() == ()
 
 
 def test_notes_that_the_user_knows_are_not_shown():
-    group = Group(kept=True)
+    group = Group(persistent=True)
     group.feed(Noticed(text="known"), Trigger.FORGET_NOTES, Noticed(text="news"))
-    group.give()
+    group.submit()
     assert group.notices() == ("news",)
 
 
@@ -719,7 +719,7 @@ def joins(group: Group, *ranks: int, number: int = 1) -> list[Action]:
 
 def idle(size: int = 2) -> Group:
     """Return a kept group that has done a job."""
-    group = Group(size, kept=True).start()
+    group = Group(size, persistent=True).start()
     group.feed(*map(returned, range(size)))
     assert group.stage() is Stage.READY
     return group
@@ -736,7 +736,7 @@ def test_idle_ranks_go_on_at_once_without_those_that_are_lost():
     assert order.reform
     assert group.stage() is Stage.READY
     group.size = 1
-    assert life.SendJob(0) in group.give()
+    assert life.SendJob(0) in group.submit()
     assert group.notices() == (
         "node hB was lost, with the variables of rank 0",
         "the group has 1 rank now; variables kept: rank 0; rank 0 formerly rank 1",
@@ -745,7 +745,7 @@ def test_idle_ranks_go_on_at_once_without_those_that_are_lost():
 
 
 def test_a_job_fails_with_the_ranks_that_are_lost_and_the_others_end_it_first():
-    group = Group(3, kept=True).start()
+    group = Group(3, persistent=True).start()
     group.feed(returned(0))
     assert loses(group, 2) == []
     actions = group.after(0.3)
@@ -764,7 +764,7 @@ def test_a_job_fails_with_the_ranks_that_are_lost_and_the_others_end_it_first():
 
 
 def test_ranks_that_wait_for_lost_ones_to_form_a_group_are_freed_first():
-    group = Group(3, kept=True).start()
+    group = Group(3, persistent=True).start()
     group.feed(*(raised(rank) for rank in range(3)))
     group.feed(where(0, inside=True), where(1), where(2))
     assert [each.reform for each in messages(group.after(0.1), Recover)] == [True] * 3
@@ -789,7 +789,7 @@ def test_ranks_that_do_not_come_back_are_replaced():
 
 def test_a_job_that_none_of_the_lost_ranks_has_is_done_first():
     group = idle()
-    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))))
+    group.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))))
     assert loses(group, 1) == []
     assert group.after(5) == []
     assert group.feed(returned(0)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
@@ -798,7 +798,7 @@ def test_a_job_that_none_of_the_lost_ranks_has_is_done_first():
 def test_a_job_that_was_captured_for_other_numbers_is_ended_and_reaches_no_rank():
     group = idle()
     loses(group, 0)
-    assert group.give() == []
+    assert group.submit() == []
     goes_on(group, {0: 1}, 1)
     assert Order.FINISH_JOB in group.done
     assert not [each for each in joins(group, 0) if isinstance(each, life.SendJob)]
@@ -835,12 +835,12 @@ def test_ranks_of_a_node_that_comes_form_a_group_with_those_that_are_there():
     assert sent(actions, Recover) == [0, 1, 2]
     assert group.stage() is Stage.READY
     group.size = 3
-    group.give()
+    group.submit()
     assert any("; new, without variables: rank 2" in each for each in group.notices())
 
 
 def test_a_node_that_comes_during_a_job_waits_for_its_end():
-    group = Group(kept=True).start()
+    group = Group(persistent=True).start()
     assert group.feed(Trigger.NODE_ARRIVED) == []
     group.feed(returned(0))
     assert group.feed(returned(1)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
@@ -851,7 +851,7 @@ def test_a_rank_that_dies_while_it_goes_on_does_not_end_the_session():
     loses(group, 2)
     goes_on(group, {0: 0, 1: 1}, 2)
     group.size = 2
-    group.give()
+    group.submit()
     group.feed(exited(1))
     assert Order.STOP_AGENT not in group.after(5)
     assert GONE not in group.notices()
@@ -860,16 +860,16 @@ def test_a_rank_that_dies_while_it_goes_on_does_not_end_the_session():
 
 
 def test_ranks_that_are_not_ready_begin_again_without_those_that_are_lost():
-    group = Group(kept=True)
-    group.give()
+    group = Group(persistent=True)
+    group.submit()
     group.fork()
     assert loses(group, 1) == [Order.REJOIN_NODES]
     assert group.stage() is Stage.CHANGING
 
 
 def test_ranks_that_are_not_ready_wait_for_a_node_in_place_of_one_that_was_lost():
-    group = Group(kept=True)
-    group.give()
+    group = Group(persistent=True)
+    group.submit()
     group.fork()
     group.feed(hello(0), hello(1))
     lost = life.NodeLeaving("hB", asked=False, enough=False, ranks=frozenset({1}))
@@ -888,9 +888,9 @@ NEAR = life.Preemption("the limit is near", 100.0)
 INTERRUPTED = "builtins.KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(kept):
-    group = Group(kept=kept).start()
+@pytest.mark.parametrize("persistent", [False, True])
+def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(persistent):
+    group = Group(persistent=persistent).start()
     actions = group.feed(NEAR)
     assert [sent(actions, Preempt), sent(actions, Interrupt)] == [[0, 1], [0, 1]]
     order = [type(each.message) for each in actions if isinstance(each, Send) and each.rank == 0]
@@ -901,7 +901,7 @@ def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(kept):
     assert group.states() == [State.STOPPED, State.RUNNING]
     actions = group.feed(Preempted(rank=1), raised(1, INTERRUPTED))
     assert group.states() == [State.STOPPED, State.STOPPED]
-    if kept:
+    if persistent:
         actions = group.feed(where(0), where(1), Trigger.TICK)
         group.feed(Recovered(rank=0, number=1))
         assert finished(group.feed(Recovered(rank=1, number=1)))
@@ -913,17 +913,19 @@ def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(kept):
     assert not group.state.job.ending.interrupted, "no user has done it"
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_what_has_failed_first_is_no_reason_to_end_those_that_save(kept):
-    group = Group(kept=kept).start()
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_has_failed_first_is_no_reason_to_end_those_that_save(persistent):
+    group = Group(persistent=persistent).start()
     group.feed(NEAR, Preempted(rank=0), raised(0, "builtins.RuntimeError"), Preempting(rank=1))
     assert group.after(2 * GRACE) == []
     assert group.stage() is Stage.INTERRUPTED
 
 
 def test_a_job_waits_until_ranks_without_a_part_in_it_have_saved():
-    group = Group(kept=True).start(given=False)
-    group.feed(life.JobGiven(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))), Started(rank=0, time=1.0))
+    group = Group(persistent=True).start(given=False)
+    group.feed(
+        life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))), Started(rank=0, time=1.0)
+    )
     group.feed(NEAR, Preempted(rank=0), raised(0, INTERRUPTED))
     assert group.stage() is Stage.INTERRUPTED
     group.feed(Preempted(rank=1))
@@ -963,9 +965,9 @@ def test_a_rank_of_a_node_that_sigterm_has_ended_waits_for_the_notice_for_a_mome
 
 
 def test_a_job_that_is_given_after_the_notice_runs_in_the_time_that_is_left():
-    group = Group(kept=True).start(given=False)
+    group = Group(persistent=True).start(given=False)
     assert sent(group.feed(NEAR), Preempt) == [0, 1]
-    group.give()
+    group.submit()
     group.feed(Preempted(rank=0), Preempted(rank=1), returned(0))
     assert finished(group.feed(returned(1)))
 
@@ -1022,7 +1024,7 @@ EVENTS = st.one_of(
     st.builds(lambda number: life.AttemptStarting(attempt(number)), st.integers(0, 3)),
     st.builds(lambda number: life.WorkersForked(attempt(number), frozenset({0, 1})), st.integers(0, 3)),
     st.builds(
-        life.JobGiven,
+        life.JobSubmitted,
         st.just(PREPARE),
         st.sampled_from([1.0, GRACE]),
         st.sampled_from([None, JobState(RunState.fresh(2)), JobState(RunState.fresh(2), internal=True)]),
@@ -1071,15 +1073,15 @@ HISTORIES = st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.05, 0.3, 2.0, 70.
 
 
 @given(HISTORIES, st.booleans(), st.booleans())
-def test_two_interrupts_end_every_job_whatever_has_happened_before(history, kept, begun):
-    group = Group(kept=kept)
+def test_two_interrupts_end_every_job_whatever_has_happened_before(history, persistent, begun):
+    group = Group(persistent=persistent)
     if begun:
         group.start()
     for event, seconds in history:
         group.now += seconds
         group.feed(event)
     if group.state.working is None:
-        group.give()
+        group.submit()
     group.feed(Trigger.INTERRUPT, Trigger.INTERRUPT)
     group.after(12.0)  # no rank answers, and no stack is read
     if Order.STOP_AGENT in group.done:
@@ -1136,7 +1138,7 @@ class World:
         """A process dies: the agent ends the others of a kept group, and starts it again."""
         if not self.ending and rank not in self.gone:
             self.exit(rank, -9, expected=False)
-            self.end_ranks(over=not self.group.state.kept)
+            self.end_ranks(over=not self.group.state.persistent)
 
     def work(self, rank: int) -> None:
         """Do a job: return, raise, or sit in a collective until that is freed."""
@@ -1214,9 +1216,9 @@ LEADS_TO = {
 
 
 @given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 3))
-def test_a_job_ends_once_its_ranks_do_what_they_are_asked(chance, kept, size):
-    group = Group(size, kept=kept)
-    group.give()
+def test_a_job_ends_once_its_ranks_do_what_they_are_asked(chance, persistent, size):
+    group = Group(size, persistent=persistent)
+    group.submit()
     world, began = World(group, chance), group.now
     steps: list[tuple[float, GroupEvent]] = [(100, Trigger.INTERRUPT), (300, Trigger.INTERRUPT)]
     if chance.random() < 0.5:
@@ -1237,9 +1239,9 @@ def test_a_job_ends_once_its_ranks_do_what_they_are_asked(chance, kept, size):
 
 def test_ranks_that_are_being_replaced_are_ended_by_the_agent_when_their_session_is_closed():
     """New ones would never hear that they may leave, and the session would wait for them."""
-    ready = Group(kept=True).start()
+    ready = Group(persistent=True).start()
     assert Order.STOP_AGENT not in ready.feed(Trigger.DISMISS)
-    replaced = Group(kept=True).start()
+    replaced = Group(persistent=True).start()
     replaced.feed(exited(1))
     assert Order.STOP_AGENT in replaced.feed(Trigger.DISMISS)
     replaced.feed(life.AttemptStarting(attempt(1)))

@@ -21,7 +21,7 @@ LATE = "library_of_the_test.inner"
 
 
 class Recorded:
-    """Stands for `probes.metrics`: keeps the points, and knows the names."""
+    """Stands for `probes.rank_metrics`: keeps the points, and knows the names."""
 
     def __init__(self):
         self.points, self.earlier = [], 0

@@ -19,10 +19,10 @@ OF_A_GROUP = {
     *(
         "OthersStopped",
         "NodeEnded",
-        "MeetAgain",
+        "AwaitingRendezvous",
         "Dumped",
         "OpenGroup",
-        "Meet",
+        "CompleteRendezvous",
         "ForRanks",
         "Release",
     ),

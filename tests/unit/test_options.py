@@ -19,9 +19,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nblaunch._errors import OptionError
+from nblaunch.options.command_line import option_completions, options_help, options_on_a_screen, parse_line
 from nblaunch.options.kinds import LONGEST_SECONDS, EnvironmentVariables
 from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions
-from nblaunch.options.line import option_completions, options_help, options_on_a_screen, parse_line
 from nblaunch.options.table import TITLES, Option, Scope, nearest
 
 DEFAULTS = {

@@ -20,7 +20,7 @@ from nblaunch.client import packages
 from nblaunch.client.packages import InstalledPackage, environment_of, requirements_of
 from nblaunch.nodes import bootstrap
 from nblaunch.nodes.engine import NodeProgram
-from nblaunch.nodes.environment import made_before, name_of
+from nblaunch.nodes.sync_env import made_before, name_of
 from nblaunch.protocol.client import NodeEnvironment
 
 

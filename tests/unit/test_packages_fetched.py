@@ -12,8 +12,8 @@ from patience import eventually
 from nblaunch._errors import LaunchError
 from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.bootstrap import LACKING
-from nblaunch.nodes.engine import NodeFate, NodeProgram, Wish
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.nodes.engine import NodeProgram, NodeRequest, ProgramStatus
+from nblaunch.protocol.messages import EngineState, EngineStatus
 
 HOSTS = ("hA", "hB")
 
@@ -23,35 +23,41 @@ class Lacking:
 
     name: ClassVar[str] = "played"
     reports: ClassVar[bool] = False
-    given_back = True
+    released = True
 
     def __init__(self) -> None:
         self.starts, self.cancelled = 0, False
 
-    def ask(self, wish: Wish) -> Lacking:  # noqa: ARG002 - as every engine has it
+    def ask(self, request: NodeRequest) -> Lacking:  # noqa: ARG002 - as every engine has it
         return self
 
-    def status(self) -> EngineSaid:
-        return EngineSaid(engine="played", id="7", state=EngineState.GRANTED, hosts=HOSTS, words="RUNNING")
+    def status(self) -> EngineStatus:
+        return EngineStatus(engine="played", id="7", state=EngineState.GRANTED, hosts=HOSTS, words="RUNNING")
 
     def start(self, program: NodeProgram) -> str:  # noqa: ARG002 - nothing runs
         self.starts += 1
         return ""
 
-    def fates(self) -> tuple[NodeFate, ...]:
+    def statuses(self) -> tuple[ProgramStatus, ...]:
         if not self.starts:
             return ()
-        return NodeFate("hA", 0, running=True), NodeFate("hB", 1, running=False, exitcode=LACKING, words="no")
+        return ProgramStatus("hA", 0, running=True), ProgramStatus(
+            "hB", 1, running=False, exitcode=LACKING, words="no"
+        )
 
     def cancel(self) -> None:
         self.cancelled = True
 
 
-def _begin(engine: Any, least: int, fetch: Callable[[], bool]) -> tuple[Asking, list[EngineSaid], list[str]]:
-    said: list[EngineSaid] = []
+def _begin(
+    engine: Any, least: int, fetch: Callable[[], bool]
+) -> tuple[Asking, list[EngineStatus], list[str]]:
+    said: list[EngineStatus] = []
     ended: list[str] = []
-    wish = Wish(least=least, most=2, nproc=1, name="nblaunch-1", environ={}, cwd="/", python="python")
-    asking = Asking(engine, wish, lambda: NodeProgram((), b""), said.append, ended.append, fetch=fetch)
+    request = NodeRequest(
+        least=least, most=2, nproc=1, name="nblaunch-1", environ={}, cwd="/", python="python"
+    )
+    asking = Asking(engine, request, lambda: NodeProgram((), b""), said.append, ended.append, fetch=fetch)
     asking.joined(0)
     asking.start()
     return asking, said, ended

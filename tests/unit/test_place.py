@@ -12,13 +12,13 @@ from servers import NoServer
 
 import nblaunch
 from nblaunch._inherited import JOIN_KEY, decoded, encoded
-from nblaunch.group.runtime import LocalRuntime
+from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, DismissSession, OpenRanks, Placement
 from nblaunch.protocol.messages import Prepare
-from nblaunch.runtime.launch import FreshRanks
 from nblaunch.runtime.place import PlacedRanks, place
 from nblaunch.runtime.requests import RequestHandler
+from nblaunch.runtime.worker_groups import FreshRanks
 
 FREE_PORT = "127.0.0.1:0"
 

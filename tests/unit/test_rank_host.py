@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from servers import NoServer
 
-from nblaunch.host.local import LocalHost
-from nblaunch.host.ranks import RankHost
+from nblaunch.host.local_host import LocalHost
+from nblaunch.host.rank_host import RankHost
 from nblaunch.host.settings import AgentSettings, RendezvousConfig, Worker
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Event

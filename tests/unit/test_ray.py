@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from nblaunch._errors import OptionError
-from nblaunch.nodes.engine import Wish
+from nblaunch.nodes.engine import NodeRequest
 from nblaunch.nodes.ray import RayEngine, _address
 from nblaunch.nodes.raydriver import bundle_for, reason_for
 
 
-def wish(argument: str = "", **environ: str) -> Wish:
-    return Wish(
+def request(argument: str = "", **environ: str) -> NodeRequest:
+    return NodeRequest(
         least=1,
         most=1,
         nproc=1,
@@ -81,14 +81,14 @@ def test_of_many_nodes_those_are_named_that_have_most():
     ],
 )
 def test_a_cluster_that_runs_is_taken_and_none_is_started(argument, environ, address):
-    assert _address(wish(argument, **environ)) == address
+    assert _address(request(argument, **environ)) == address
 
 
 def test_the_address_is_that_on_the_way_to_the_head(tmp_path):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:6379")
-    here = RayEngine.address(wish(RAY_TMPDIR=str(tmp_path)))
-    assert here == RayEngine.address(wish("ray://127.0.0.1:10001")) == RayEngine.address(wish())
+    here = RayEngine.address(request(RAY_TMPDIR=str(tmp_path)))
+    assert here == RayEngine.address(request("ray://127.0.0.1:10001")) == RayEngine.address(request())
 
 
 @pytest.mark.parametrize("missing", ["ray", "grpc"])
@@ -96,4 +96,4 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, m
     for name in ("ray", "grpc"):  # found, but for one; nothing is loaded
         monkeypatch.setitem(sys.modules, name, None if name == missing else sys)
     with pytest.raises(OptionError, match=r"pip install 'nblaunch\[ray\]'"):
-        RayEngine.check(wish("ray://h:10001"))
+        RayEngine.check(request("ray://h:10001"))

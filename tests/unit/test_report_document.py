@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from nblaunch.insight.report import Redactor, Tails, code, fenced, make
+from nblaunch.insight.run_report import Redactor, Tails, code, fenced, make
 
 NO_SECRETS = Redactor({})
 CHARACTERS = 4 * 4_000

@@ -14,8 +14,8 @@ from nblaunch._errors import OptionError
 from nblaunch._results import SessionInfo, sessions_table
 from nblaunch.client.local import Client
 from nblaunch.magic import auto, commands, sessions
+from nblaunch.options.command_line import parse_line
 from nblaunch.options.launch import OPTIONS, LaunchOptions, refuse_session_options, within
-from nblaunch.options.line import parse_line
 from nblaunch.protocol.client import RankStatus
 
 

@@ -23,17 +23,17 @@ from nblaunch.protocol.messages import (
     ClockAsked,
     Colored,
     Displayed,
-    EngineSaid,
     EngineState,
+    EngineStatus,
     Entered,
     Exited,
     FailureRecord,
     Finishing,
     FrameRecord,
-    GivenTo,
     Hello,
     Illustrated,
     InterruptSeen,
+    JobAssigned,
     JobSent,
     Logged,
     Measured,
@@ -48,10 +48,10 @@ from nblaunch.protocol.messages import (
     Printed,
     Profiled,
     Raised,
+    RankNotice,
     RankPlace,
     Reached,
     Recovered,
-    Remarked,
     Returned,
     RunEnded,
     RunPreempted,
@@ -109,7 +109,7 @@ REPORTS = st.builds(
     HangReport, groups=st.just(()), collectives=st.just({}), silent=st.dictionaries(RANKS, TEXTS, max_size=2)
 )
 ENGINE_SAYS = st.builds(
-    EngineSaid,
+    EngineStatus,
     engine=st.sampled_from(["slurm", "join"]),
     state=st.sampled_from(EngineState),
     words=TEXTS,
@@ -146,7 +146,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Aborted: st.builds(Aborted, rank=RANKS),
     Reached: st.builds(Reached, rank=RANKS, collectives=st.integers(0, 99)),
     Arrived: st.builds(Arrived, rank=RANKS),
-    Remarked: st.builds(Remarked, rank=RANKS, text=TEXTS),
+    RankNotice: st.builds(RankNotice, rank=RANKS, text=TEXTS),
     Unwritten: st.builds(Unwritten, rank=RANKS, size=st.integers(1, 99)),
     Names: st.builds(Names, rank=RANKS, names=st.just(("x",))),
     Asked: st.builds(Asked, rank=RANKS, number=st.integers(0, 3), prompt=TEXTS, password=st.booleans()),
@@ -160,12 +160,12 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
         AttemptStarted, number=st.integers(-1, 3), world_size=st.integers(-1, 5), time=TIMES, reason=TEXTS,
         pids=st.dictionaries(RANKS, st.integers(1, 99), max_size=2),
     ),
-    GivenTo: st.builds(
-        GivenTo, ranks=st.dictionaries(RANKS, PLACES, max_size=3), attempt=st.integers(-1, 3)
+    JobAssigned: st.builds(
+        JobAssigned, ranks=st.dictionaries(RANKS, PLACES, max_size=3), attempt=st.integers(-1, 3)
     ),
     JobSent: st.builds(JobSent, ranks=st.lists(RANKS, max_size=3).map(tuple)),
     LocatedAll: st.builds(LocatedAll, report=REPORTS),
-    EngineSaid: ENGINE_SAYS,
+    EngineStatus: ENGINE_SAYS,
     NodesJoined: st.builds(NodesJoined, state=st.sampled_from(EngineState), joined=st.integers(0, 2)),
     Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
     Noticed: st.builds(Noticed, text=TEXTS),
@@ -216,7 +216,7 @@ def test_a_final_state_is_final_until_the_next_attempt(endings, messages):
             continue
         if after.ranks.keys() != before.ranks.keys():  # nodes have met, or the job is given: no rank began
             assert {known.state for known in before.ranks.values()} <= {State.INIT}
-            assert isinstance(message, GivenTo) or after.ranks.keys() > before.ranks.keys()
+            assert isinstance(message, JobAssigned) or after.ranks.keys() > before.ranks.keys()
         for rank, known in before.ranks.items():
             if known.state.final:
                 now = after.ranks[rank]
@@ -391,7 +391,7 @@ def test_a_new_attempt_begins_anew_and_keeps_the_old_one():
 
 
 def test_what_an_engine_said_last_is_kept_over_attempts():
-    waiting = EngineSaid(
+    waiting = EngineStatus(
         engine="slurm",
         state=EngineState.WAITING,
         id="3",
@@ -757,10 +757,10 @@ def test_what_a_full_disk_did_not_take_is_one_warning_that_names_the_ranks():
 def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
     before = folded(messages)[-1]
     job = JobState(before, ending=Ending.of(timeout=None, hang_after=1.0, began=0.0))
-    machine = _Step(GroupState(kept=False, members=before, job=job), now=5.0)
+    machine = _Step(GroupState(persistent=False, members=before, job=job), now=5.0)
     machine.fold_run(message)
     silent = machine.state.job.ending.hang.silent_since == 0.0
-    if isinstance(message, Measured | EngineSaid | NodesJoined):
+    if isinstance(message, Measured | EngineStatus | NodesJoined):
         assert silent
     elif advance(before, message) != before:
         assert not silent

@@ -12,34 +12,34 @@ from patience import eventually
 
 from nblaunch.nodes import asking
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish
-from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus
+from nblaunch.protocol.messages import EngineState, EngineStatus
 
-WISH = Wish(least=1, most=1, nproc=1, name="nblaunch-limit", environ={}, cwd="/", python="python")
+REQUEST = NodeRequest(least=1, most=1, nproc=1, name="nblaunch-limit", environ={}, cwd="/", python="python")
 NEAR = "played job 7 is near its time limit"
 
 
 class Limited(Allocation):
     """A host that is there for some time."""
 
-    given_back = True
+    released = True
 
     def __init__(self, left: float | None) -> None:
         self.asked = 0
         ends = None if left is None else time.time() + left
-        self.said = EngineSaid(
+        self.said = EngineStatus(
             engine="played", id="7", state=EngineState.GRANTED, hosts=("hA",), ends=ends, words="RUNNING"
         )
 
-    def status(self) -> EngineSaid:
+    def status(self) -> EngineStatus:
         self.asked += 1
         return self.said
 
     def start(self, program: NodeProgram) -> str:  # noqa: ARG002 - nothing runs
         return ""
 
-    def fates(self) -> tuple[NodeFate, ...]:
-        return (NodeFate("hA", 0, running=True),)
+    def statuses(self) -> tuple[ProgramStatus, ...]:
+        return (ProgramStatus("hA", 0, running=True),)
 
     def cancel(self) -> None: ...
 
@@ -51,18 +51,18 @@ class Plays(Engine):
     granted: ClassVar[list[Limited]] = []
 
     @staticmethod
-    def check(wish: Wish) -> None: ...
+    def check(request: NodeRequest) -> None: ...
 
     @staticmethod
-    def address(wish: Wish) -> str:  # noqa: ARG004 - as every engine has it
+    def address(request: NodeRequest) -> str:  # noqa: ARG004 - as every engine has it
         return "127.0.0.1"
 
     @staticmethod
-    def at_end(wish: Wish) -> tuple[str, ...]:  # noqa: ARG004 - as every engine has it
+    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as every engine has it
         return ()
 
     @staticmethod
-    def ask(wish: Wish) -> Allocation:  # noqa: ARG004 - as every engine has it
+    def ask(request: NodeRequest) -> Allocation:  # noqa: ARG004 - as every engine has it
         return Plays.granted[-1]
 
 
@@ -76,7 +76,7 @@ def limits() -> Iterator[Callable[[float | None], tuple[Limited, list[tuple[str,
         made.append(
             Asking(
                 Plays,
-                WISH,
+                REQUEST,
                 lambda: NodeProgram((), b""),
                 lambda _: None,
                 lambda _: None,
@@ -95,17 +95,17 @@ def test_it_is_said_once_and_again_after_the_limit_has_been_moved(limits):
     host, said, there = limits(600)
     eventually(lambda: host.asked, "the engine is asked")
     host.said = replace(host.said, ends=time.time() + 100)
-    there.look()
+    there.poll_soon()
     eventually(lambda: said, "the limit is near")
     ((why, seconds),) = said
     assert (why, 99 < seconds <= 100) == (NEAR, True), "at once, where less is left than two minutes"
-    there.look()
+    there.poll_soon()
     host.said = replace(host.said, ends=time.time() + 900)
-    there.look()
+    there.poll_soon()
     eventually(lambda: len(said) > 1, "it is no longer")
     assert said[1][0] == ""
     host.said = replace(host.said, ends=time.time() + 119)
-    there.look()
+    there.poll_soon()
     eventually(lambda: len(said) > 2, "it is near again")
     assert said[2][0] == NEAR
     assert len(said) == 3
@@ -126,7 +126,7 @@ def test_nodes_without_a_limit_have_none_that_is_near(limits):
     for _ in range(3):
         eventually(lambda before=before: host.asked > before, "the engine is asked")
         before = host.asked
-        there.look()
+        there.poll_soon()
     assert said == []
 
 

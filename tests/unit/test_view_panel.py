@@ -19,7 +19,7 @@ from nblaunch.protocol.messages import (
     FailureRecord,
     Finishing,
     FrameRecord,
-    GivenTo,
+    JobAssigned,
     Measured,
     Payload,
     Phase,
@@ -532,7 +532,7 @@ def test_nothing_that_a_rank_says_becomes_markup(texts):
         advance(state, Raised(rank=1, failure=failure)), AttemptStarted(number=1, world_size=9, time=9.0)
     )
     places = {rank: RankPlace(0, f"{host}{rank}", value, rank, Phase.JOB) for rank in range(9)}
-    state = advance(state, GivenTo(ranks=places, attempt=1))
+    state = advance(state, JobAssigned(ranks=places, attempt=1))
     for rank in range(9):
         state = advance(advance(state, Started(rank=rank, time=9.0)), out(printed, rank))
     state = advance(advance(state, Raised(rank=3, failure=failure)), returned(4, value, ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nblaunch import LaunchOptions, OptionError, run
-from nblaunch.options.line import parse_line
+from nblaunch.options.command_line import parse_line
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 
 from nblaunch._errors import CaptureError
 from nblaunch._help import FailureKind
-from nblaunch.capture.modules import MOST_BYTES, FilePrints, ImportedName, files_of, imports_in, roots_of
+from nblaunch.capture.own_modules import MOST_BYTES, FilePrints, ImportedName, files_of, imports_in, roots_of
 from nblaunch.protocol.messages import CodeFile, CodeManifest
 
 _TREE_BYTES = 16

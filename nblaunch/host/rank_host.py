@@ -18,9 +18,9 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from nblaunch.host.agent import AgentThread
-from nblaunch.host.local import LocalHost
+from nblaunch.host.local_host import LocalHost
+from nblaunch.host.process_stacks import ExitReasons, stacks_of_silent
 from nblaunch.host.settings import AgentSettings, Worker
-from nblaunch.host.stacks import ExitReasons, stacks_of_silent
 from nblaunch.host.usage import SeenGpus, alive, measuring, own_memory
 from nblaunch.host.wire import AdoptRanks
 from nblaunch.protocol.client import Event

@@ -99,7 +99,7 @@ class _ShortLog(logging.StreamHandler[TextIO]):
 def serve(link: socket.socket, root: Path, server: Server) -> None:
     """Serve the owner, at the other end of `link`, and all further clients, until one stops the runtime."""
     from nblaunch._registry import Registration
-    from nblaunch.group.runtime import LocalRuntime
+    from nblaunch.group.local_runtime import LocalRuntime
     from nblaunch.protocol.client import PROTOCOL
     from nblaunch.runtime.connections import Connections
     from nblaunch.runtime.requests import RequestHandler

@@ -28,7 +28,7 @@ from nblaunch.probes import steps
 from nblaunch.protocol.metrics import MOST_NAMES, NAME_CHARACTERS, packed
 
 _BATCH_SECONDS = 0.25
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _BATCH_POINTS = 10_000
 _LAST_STEP = 2**63 - 1
 
@@ -158,7 +158,7 @@ class Recorder:
             with self._lock:
                 if self._in_job:
                     self._send_ready()
-                    self._due = time.monotonic() + _LOOK_SECONDS if self._points else None
+                    self._due = time.monotonic() + _POLL_SECONDS if self._points else None
 
     def settle(self, seconds: float | None = None) -> None:
         """Wait for the numbers that GPUs still compute, so long at most, and send all that there are.

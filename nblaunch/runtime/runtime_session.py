@@ -1,4 +1,4 @@
-"""The sessions of a runtime: ranks that stay, the client that gives them jobs, and those that follow them.
+"""The sessions of a runtime: ranks that stay, the client that owns them, and those that follow them.
 
 Everything here runs on the hub's thread, unless a method says otherwise.
 """
@@ -22,10 +22,10 @@ from nblaunch.group.standby import GroupAndLogs
 from nblaunch.host.hub import Hub
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import (
-    GiverChanged,
     JobRecord,
     NamesChanged,
     OpenRanks,
+    OwnerChanged,
     Placement,
     RankLogFiles,
     RanksRenumbered,
@@ -41,15 +41,17 @@ from nblaunch.protocol.state import RankState, State
 from nblaunch.runtime.archive import Archive
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.jobs import RunningJob
-from nblaunch.runtime.launch import KeptRanks
+from nblaunch.runtime.worker_groups import PersistentRanks
 
 _CLOSE_SECONDS = 10.0
 
 
 class RuntimeSession:
-    """Ranks that are kept; one job at a time."""
+    """Persistent ranks; one job at a time."""
 
-    def __init__(self, opened: OpenRanks, kept: KeptRanks, giver: ClientConnection, archive: Archive) -> None:
+    def __init__(
+        self, opened: OpenRanks, kept: PersistentRanks, owner: ClientConnection, archive: Archive
+    ) -> None:
         """Follow the ranks, which are not started yet."""
         self.key = opened.session
         self.name = opened.name
@@ -66,14 +68,14 @@ class RuntimeSession:
         self.nodes = kept.nodes
         """The nodes that an engine places for the session; runs on fresh ranks may use them."""
         self._leave_nodes = kept.leave
-        self.giver: ClientConnection | None = giver
-        """The client that gives jobs; of the other followers those of other processes watch."""
-        self.followers: set[ClientConnection] = {giver}
+        self.owner: ClientConnection | None = owner
+        """The owner, which submits jobs; other followers of other processes watch."""
+        self.followers: set[ClientConnection] = {owner}
         self.tenure = 0
-        """How often another process has begun to give jobs."""
+        """How often the owner has changed to another process."""
         self.running: RunningJob | None = None
         self.archive = archive
-        """The jobs that the user gave, and that have ended."""
+        """The jobs that the user submitted, and that have ended."""
         self.unreleased: set[int] = set()
         """Jobs to which a result refers, and so to the logs of these ranks."""
         self._logs: dict[int, Mapping[int, Mapping[int, RankLogFiles]]] = {}
@@ -115,12 +117,12 @@ class RuntimeSession:
                 session_ended(self.name, self.group.why_closed), phase="job", kind=FailureKind.SESSION_ENDED
             )
         if self.running is not None:
-            looks = self.running.given_by if self.running.order.look else None
-            by = "" if looks is None else f"{looks.name} (process {looks.pid})"
-            raise NblaunchError(session_busy(self.name, looked_at_by=by), kind=FailureKind.SESSION_BUSY)
+            queries = self.running.given_by if self.running.order.query else None
+            by = "" if queries is None else f"{queries.name} (process {queries.pid})"
+            raise NblaunchError(session_busy(self.name, queried_by=by), kind=FailureKind.SESSION_BUSY)
 
-    def give(self, hub: Hub, job: RunningJob, jobs: dict[int, RunningJob]) -> None:
-        """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
+    def submit(self, hub: Hub, job: RunningJob, jobs: dict[int, RunningJob]) -> None:
+        """Submit a job to the ranks, which is one of `jobs` as long as the archive does not keep it."""
         self.running = job
         self.unreleased.add(job.number)
         job.when_over.append(functools.partial(self._over, job, jobs))
@@ -202,7 +204,7 @@ class RuntimeSession:
 
     def record(self) -> SessionRecord:
         """Return what each rank is doing, and the memory that is its own."""
-        running, giver = self.running, self.giver
+        running, owner = self.running, self.owner
         shown = None if running is None or running.order.internal else running
         memory = self.group.memory()
         ranks = {} if running is None or running.end is not None else running.state.ranks
@@ -219,7 +221,7 @@ class RuntimeSession:
             attempt=self.group.attempt,
             detached=self.detached,
             linger_left=self.linger_left,
-            client=None if giver is None else giver.record.pid,
+            client=None if owner is None else owner.record.pid,
             running="" if shown is None else shown.order.title,
             running_since=None if shown is None else shown.started,
             session=self.key,
@@ -254,7 +256,7 @@ class RuntimeSession:
         return "running" if job is not None and job.state is State.RUNNING else "idle"
 
     def job_records(self) -> tuple[JobRecord, ...]:
-        """Return the jobs that the user gave, the oldest first."""
+        """Return the jobs that the user submitted, the oldest first."""
         running = self.running
         now = () if running is None or running.order.internal else (running.record,)
         return (*self.archive.records, *now)
@@ -292,12 +294,12 @@ class RuntimeSession:
     # --- its clients -----------------------------------------------------------------------------------
 
     def held_against(self, connection: ClientConnection) -> ClientConnection | None:
-        """Return the client that gives jobs, if it is another process than that of `connection`."""
-        giver = self.giver
-        return None if giver is None or giver.is_of_the_process_of(connection) else giver
+        """Return the owner, if it is another process than that of `connection`."""
+        owner = self.owner
+        return None if owner is None or owner.is_of_the_process_of(connection) else owner
 
     def refuse_if_held_against(self, connection: ClientConnection) -> None:
-        """Raise what a client is told that is not the one to give jobs."""
+        """Raise the error for a client that is not the owner."""
         self.refuse_if_of_other_versions(connection)
         other = self.held_against(connection)
         if other is not None:
@@ -309,7 +311,7 @@ class RuntimeSession:
             raise NblaunchError(why, kind=FailureKind.OTHER_VERSION)
 
     def follow(self, connection: ClientConnection, *, take: bool) -> None:
-        """Report to this client; take its jobs too, unless another one gives them and it does not `take`."""
+        """Report to this client; make it the owner, unless another one is and it does not `take`."""
         if take:
             self.refuse_if_of_other_versions(connection)
         self.followers.add(connection)
@@ -320,28 +322,28 @@ class RuntimeSession:
 
     def take_jobs_of(self, connection: ClientConnection) -> None:
         """Take jobs from this client, which also answers the questions of the ranks, and nobody else."""
-        before, self.giver = self.giver, connection
+        before, self.owner = self.owner, connection
         job = self.running
-        if job is not None and not job.order.look and not job.is_of(connection):
-            job.giver = connection
+        if job is not None and not job.order.query and not job.is_of(connection):
+            job.owner = connection
         if before is None or not before.is_of_the_process_of(connection):
             self.tenure += before is not None
-            self._tell(GiverChanged(session=self.key, by=connection.record))
+            self._tell(OwnerChanged(session=self.key, by=connection.record))
 
     def leave(self, connection: ClientConnection) -> None:
-        """Send a connection nothing more; if it gave the jobs, another one of its process does."""
+        """Send a connection nothing more; if it was the owner, another one of its process is."""
         if connection in self.followers:
             self.followers.discard(connection)
             self._idle_since = time.monotonic()
-        if self.giver is not connection:
+        if self.owner is not connection:
             return
         other = next((each for each in self.followers if each.is_of_the_process_of(connection)), None)
         if other is not None:
             self.take_jobs_of(other)
         else:
-            self.giver = None
+            self.owner = None
             self.tenure += 1
-            self._tell(GiverChanged(session=self.key))
+            self._tell(OwnerChanged(session=self.key))
 
 
 def _waiting(known: RankState | None) -> str:

@@ -24,12 +24,12 @@ from nblaunch.protocol.messages import (
     Displayed,
     Noticed,
     Printed,
-    Remarked,
+    RankNotice,
     Stream,
     Unwritten,
 )
 from nblaunch.protocol.reports import plural
-from nblaunch.protocol.state import REMARK_CHARACTERS, RunState, decode_state
+from nblaunch.protocol.state import NOTICE_CHARACTERS, RunState, decode_state
 from nblaunch.protocol.transcript import Entry, Text, Transcript
 
 _ANSWER_SECONDS = 2.0
@@ -148,8 +148,8 @@ class _Output:
                 self._of(rank).clear(wait=wait)
             case Noticed(text=text):
                 self._notice(text)
-            case Remarked(rank=rank, text=text):
-                self._notice(f"rank {rank}: {text[:REMARK_CHARACTERS]}")
+            case RankNotice(rank=rank, text=text):
+                self._notice(f"rank {rank}: {text[:NOTICE_CHARACTERS]}")
             case Unwritten(rank=rank, size=size):
                 self._unwritten[rank] = size
             case _:

@@ -10,7 +10,7 @@ from typing import Protocol
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.standby import Standby
 from nblaunch.host.forkserver import Server
-from nblaunch.host.local import LocalHost
+from nblaunch.host.local_host import LocalHost
 
 _END_SECONDS = 30.0
 

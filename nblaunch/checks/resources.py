@@ -19,8 +19,8 @@ import psutil
 from nblaunch import _cgroups
 from nblaunch._errors import LaunchError
 from nblaunch._runtime_dir import PREFIX
+from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import Finding, by_room, ok, problem, warning
-from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.client.local import local
 from nblaunch.host import descriptors
 from nblaunch.protocol.reports import size

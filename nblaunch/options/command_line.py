@@ -323,9 +323,9 @@ def torchrun_command(options: LaunchOptions, script: str, nproc: int | str | Non
         for name, text in options.env.items()
     ]
     nodes = _nodes_placed(options)
-    met = nodes > 1 or any(each.scope == "rendezvous" for each in chosen)
-    alone = options.standalone and not met
-    if met and options.on is not None:
+    joined = nodes > 1 or any(each.scope == "rendezvous" for each in chosen)
+    alone = options.standalone and not joined
+    if joined and options.on is not None:
         missing.append(
             "# on each of the nodes, with one of them as their rendezvous: --rdzv-endpoint HOST:PORT"
         )
@@ -336,12 +336,12 @@ def torchrun_command(options: LaunchOptions, script: str, nproc: int | str | Non
     words += ["--nnodes", str(nodes)] if nodes > 1 else []
     for each in OPTIONS:
         value, flag = values[each.name], each.flags[0]
-        met_elsewhere = each.name == "rdzv_backend" and not alone and value != "static"
+        joined_elsewhere = each.name == "rdzv_backend" and not alone and value != "static"
         if each.torchrun not in ("variable", "flag") or each.name in ("nproc_per_node", "standalone"):
             continue
         if each.kind.switch and each in chosen:
             words.append(flag)
-        elif each in chosen or met_elsewhere:
+        elif each in chosen or joined_elsewhere:
             for text in each.kind.texts(value):
                 quoted = shlex.quote(text)
                 words += [f"{flag}={quoted}"] if text.startswith("-") else [flag, quoted]

@@ -91,8 +91,8 @@ class ClientJob:
     """Its result is never shown. Notices about the ranks are reported with the next job that is shown."""
     brief: bool = False
     """The next job waits for this one and is not refused: the user does not know of it."""
-    look: bool = False
-    """It only looks into a rank, which a client that watches may do too."""
+    query: bool = False
+    """It only queries a rank, which a client that watches may do too."""
     notices: tuple[str, ...] = ()
 
     # What a session's ranks know of the notebook, and what they know once they have this.
@@ -121,7 +121,7 @@ class ClientJob:
     state: RunState = field(init=False)
     ended: bool = False
     end: wire.JobEnd = field(default_factory=wire.JobEnd)
-    request: SentRequest[wire.Given | wire.Stale] | None = None
+    request: SentRequest[wire.Submitted | wire.Stale] | None = None
     """The request by which this process has submitted it."""
     questions: deque[Asked] = field(default_factory=deque)
     """Questions of ranks to the user, the oldest first."""
@@ -153,7 +153,7 @@ class ClientJob:
                 self.state, self.questions = decode_state(state), deque(questions)
             case wire.JobEnded(job=self.number, end=end):
                 self.ended, self.end = True, end
-            case wire.Remark(text=text):
+            case wire.UserNotice(text=text):
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
             case _:
                 pass
@@ -389,7 +389,7 @@ def dispatches(
     Returns the messages and who gets each; the last is for all that have none of their own.
     """
     tree = None if code is None else CodeTree(code.tree, code.roots)
-    insight = Insight() if job.internal or job.look else _insight(job.options)
+    insight = Insight() if job.internal or job.query else _insight(job.options)
     found: list[tuple[tuple[int, ...], Dispatch]] = []
     written: list[tuple[Packed, Outgoing]] = []
     for each in job.payloads or (RankPayload(Captured(pickling.dumps(()), (), {})),):

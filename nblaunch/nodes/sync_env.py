@@ -24,7 +24,7 @@ from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.nodes import bootstrap
-from nblaunch.nodes.engine import NodeProgram, Wish
+from nblaunch.nodes.engine import NodeProgram, NodeRequest
 from nblaunch.nodes.process import StartedProgram, last_lines
 from nblaunch.protocol.client import NodeEnvironment
 
@@ -83,9 +83,9 @@ class Wheels:
     thread, but for `end`.
     """
 
-    def __init__(self, environment: NodeEnvironment, wish: Wish, directory: Path) -> None:
+    def __init__(self, environment: NodeEnvironment, request: NodeRequest, directory: Path) -> None:
         """Do nothing yet; `directory` is private, and exists."""
-        self._environment, self._wish, self._directory = environment, wish, directory / _WHEELS
+        self._environment, self._request, self._directory = environment, request, directory / _WHEELS
         self._pip: StartedProgram | None = None
         self.here = False
         """Whether all are fetched."""
@@ -96,9 +96,9 @@ class Wheels:
             self._pip = self._start()
         code = self._pip.exitcode
         if code:
-            said = last_lines(self._pip.printed())
+            text = last_lines(self._pip.printed())
             msg = (
-                f"a host of the nodes reaches no package index, and this machine cannot fetch for it:\n{said}"
+                f"a host of the nodes reaches no package index, and this machine cannot fetch for it:\n{text}"
             )
             raise LaunchError(msg, phase="engine", kind=FailureKind.PACKAGES)
         self.here = code == 0
@@ -121,7 +121,7 @@ class Wheels:
         lines = [*self._environment.sources, *self._environment.requirements]
         (self._directory / _REQUIREMENTS).write_text("\n".join(lines) + "\n")
         words = (*_PIP, "--wheel-dir", _WHEELS, "--requirement", _REQUIREMENTS)
-        environ = {**self._wish.environ, "TMPDIR": str(self._directory)}
+        environ = {**self._request.environ, "TMPDIR": str(self._directory)}
         return StartedProgram((*self._python(), *words), environ, str(self._directory))
 
     def _python(self) -> tuple[str, ...]:

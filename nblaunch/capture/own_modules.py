@@ -226,18 +226,18 @@ class _FileSearch:
         for path in (*begin, *self._loaded):
             self._add(path)
         for each in imports:
-            self._look_for(self._roots, each.parts)
+            self._add_module(self._roots, each.parts)
         while self._new:
             path = self._new.pop()
             for each in self._imports_of(path):
                 if not each.level:
-                    self._look_for(self._roots, each.parts)
+                    self._add_module(self._roots, each.parts)
                     continue
                 directory = path
                 for _ in range(each.level):
                     directory = os.path.dirname(directory)  # noqa: PTH120 - strings: there may be thousands
                 if is_below(directory, self._roots):
-                    self._look_for((directory,), each.parts)
+                    self._add_module((directory,), each.parts)
         return tuple(sorted(self._found))
 
     def _add(self, path: str) -> None:
@@ -265,7 +265,7 @@ class _FileSearch:
                     self._found.add(path)
                     self._new.append(path)
 
-    def _look_for(self, directories: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    def _add_module(self, directories: tuple[str, ...], parts: tuple[str, ...]) -> None:
         """Add this module and its parent packages, as far as they exist."""
         if (directories, parts) in self._seen or (directories == self._roots and parts[0] in self._elsewhere):
             return

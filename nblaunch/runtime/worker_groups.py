@@ -16,16 +16,16 @@ from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.group.group import MakeHosts, WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.runtime import LocalRuntime
+from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
 from nblaunch.host import descriptors, rendezvous
 from nblaunch.host.forkserver import Server
 from nblaunch.host.key import KEY_FILE, join_command, read_or_make_key
 from nblaunch.host.process_options import process_settings
-from nblaunch.host.ranks import GroupHost, RankHost
+from nblaunch.host.rank_host import GroupHost, RankHost
 from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes.byhand import JoinEngine
-from nblaunch.nodes.engine import Wish, engine_of, nodes_of, wish_of
+from nblaunch.nodes.engine import NodeRequest, engine_of, nodes_of, requested_nodes
 from nblaunch.nodes.fleet import FleetSettings, NodeFleet
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.protocol.client import Caller, JobOrder, OpenRanks
@@ -99,7 +99,7 @@ def _nodes_wanted(options: LaunchOptions) -> tuple[object, ...]:
     return (*of_engine, options.nodes, options.nproc_per_node, options.local_addr, options.ports)
 
 
-def _hold_nodes(local: LocalRuntime, request: OpenRanks, remark: Callable[[str], None]) -> HeldNodes:
+def _hold_nodes(local: LocalRuntime, request: OpenRanks, notify: Callable[[str], None]) -> HeldNodes:
     """Return nodes for a group; the engine is asked for them once it starts."""
     options, prepare = request.options, request.prepare
     environ, directory = decoded(prepare.environ), local.directory.make("nodes-")
@@ -111,13 +111,13 @@ def _hold_nodes(local: LocalRuntime, request: OpenRanks, remark: Callable[[str],
         join_timeout=rendezvous.join_seconds(options),
         environment=request.environment,
     )
-    wish = wish_of(options, environ, os.fsdecode(prepare.cwd))
+    wanted = requested_nodes(options, environ, os.fsdecode(prepare.cwd))
     fleet = NodeFleet(
         local.hub,
         engine_of(options),
-        wish,
+        wanted,
         directory=directory,
-        remark=remark,
+        notify=notify,
         at_end=local.server.at_end,
         conf=conf,
     )
@@ -130,7 +130,7 @@ class FreshRanks:
     """The ranks of one run: a standby group of their shape, if there is one, else others."""
 
     def __init__(self, local: LocalRuntime, request: OpenRanks, there: PlacedRanks, caller: Caller) -> None:
-        self.remark: Callable[[str], None] = lambda _: None
+        self.notify: Callable[[str], None] = lambda _: None
         """Is called with the command by which other nodes join, if they need one."""
         self.nodes: HeldNodes | None = None
         """A session's, on which these ranks are to be."""
@@ -163,7 +163,7 @@ class FreshRanks:
         if made is not None:
             made.group.adopt(settings)
         else:
-            made = _ranks_with(settings, local, request, self.place, self.remark, self.nodes, order).made
+            made = _ranks_with(settings, local, request, self.place, self.notify, self.nodes, order).made
         local.will_leave(made.group)
         return made
 
@@ -175,7 +175,7 @@ class FreshRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRanks:
+class PersistentRanks:
     """The group of a session, which is not started yet, and its nodes, where an engine places them."""
 
     made: GroupAndLogs
@@ -190,16 +190,16 @@ def session_ranks(
     request: OpenRanks,
     there: PlacedRanks,
     caller: Caller,
-    remark: Callable[[str], None],
-) -> KeptRanks:
-    """Return the ranks of a session; `remark` will be called with what people must do for its nodes."""
+    notify: Callable[[str], None],
+) -> PersistentRanks:
+    """Return the ranks of a session; `notify` will be called with what people must do for its nodes."""
     _make_way(local, there)
     settings = settings_of(request.options, there, caller, local)
     if request.options.on is None:
         # On nodes, how often its ranks are replaced has no limit; this is how often a node is.
         restarts = request.options.max_restarts or _UNLIMITED
         settings = replace(settings, options=replace(request.options, max_restarts=restarts))
-    return _ranks_with(settings, local, request, there, remark, keep=True)
+    return _ranks_with(settings, local, request, there, notify, keep=True)
 
 
 def _ranks_with(  # noqa: PLR0913, PLR0917 - ranks, and what they are on
@@ -207,21 +207,21 @@ def _ranks_with(  # noqa: PLR0913, PLR0917 - ranks, and what they are on
     local: LocalRuntime,
     request: OpenRanks,
     there: PlacedRanks,
-    remark: Callable[[str], None],
+    notify: Callable[[str], None],
     nodes: HeldNodes | None = None,
     order: JobOrder | None = None,
     *,
     keep: bool = False,
-) -> KeptRanks:
+) -> PersistentRanks:
     """Return ranks with these settings, which leave their nodes once the last rank is gone."""
     if settings.options.on is None:
         descriptors.make_room(settings.nproc)
-        hosts = _hosts(local, there, request.join_key, remark)
-        return KeptRanks(new_group(local, settings, hosts, keep=keep), there)
+        hosts = _hosts(local, there, request.join_key, notify)
+        return PersistentRanks(new_group(local, settings, hosts, keep=keep), there)
     # Refuse more nodes than this process may be connected to.
     least, _ = nodes_of(settings.options, decoded(there.prepare.environ))
     descriptors.make_room_for_nodes(least, there.placement.nproc)
-    nodes = nodes or _hold_nodes(local, request, remark)
+    nodes = nodes or _hold_nodes(local, request, notify)
     if order is not None:
         nodes.learn(order)
     leave, fleet = nodes.use(), nodes.fleet
@@ -235,7 +235,7 @@ def _ranks_with(  # noqa: PLR0913, PLR0917 - ranks, and what they are on
     made.group.when_closed = lambda: threading.Thread(
         target=leave, name="nblaunch-nodes", daemon=True
     ).start()
-    return KeptRanks(made, there, nodes, leave)
+    return PersistentRanks(made, there, nodes, leave)
 
 
 def _make_way(local: LocalRuntime, there: PlacedRanks) -> None:
@@ -264,7 +264,7 @@ def settings_of(
 
 
 def _hosts(
-    local: LocalRuntime, there: PlacedRanks, join_key: str, remark: Callable[[str], None]
+    local: LocalRuntime, there: PlacedRanks, join_key: str, notify: Callable[[str], None]
 ) -> MakeHosts:
     """Return what makes a group's host, and its nodes at an endpoint, by the caller's key or its file's."""
     file = decoded(there.prepare.environ).get(KEY_FILE, "")
@@ -280,7 +280,7 @@ def _hosts(
         if rdzv.most == 1:
             return (RankHost(local, replace(settings, rdzv=rdzv), group, directory, keep=group.keep),)
         if made:
-            remark(join_command(settings, rdzv, made))
+            notify(join_command(settings, rdzv, made))
         conf = FleetSettings(
             least=rdzv.least,
             most=rdzv.most,
@@ -288,13 +288,13 @@ def _hosts(
             options=replace(settings.options, local_addr=rdzv.local_addr, backend=there.placement.backend),
             directed=False,
         )
-        wish = Wish(least=0, most=0, nproc=0, name=settings.run_id, environ={}, cwd="", python="")
+        wanted = NodeRequest(least=0, most=0, nproc=0, name=settings.run_id, environ={}, cwd="", python="")
         fleet = NodeFleet(
             local.hub,
             JoinEngine,
-            wish,
+            wanted,
             directory=directory,
-            remark=remark,
+            notify=notify,
             at_end=local.server.at_end,
             conf=conf,
             key=key,

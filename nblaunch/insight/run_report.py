@@ -70,7 +70,7 @@ class Report:
         return as_json(self._document)
 
     def to_markdown(self) -> str:
-        """Return the document as Markdown; what ranks have said is in code, never markup."""
+        """Return the document as Markdown; what ranks have reported is in code, never markup."""
         return as_markdown(self._document)
 
     def _repr_markdown_(self) -> str:
