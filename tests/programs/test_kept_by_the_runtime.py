@@ -337,18 +337,21 @@ def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by
 ):
     with tempfile.TemporaryDirectory(prefix="t") as base:
         environ = {**os.environ, "TMPDIR": base}
-        started = [
-            subprocess.Popen(
+
+        def started(*, killed: bool) -> tuple[subprocess.Popen[str], Path]:
+            process = subprocess.Popen(
                 [sys.executable, "-c", KILLED.replace("KILLED", str(killed))],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for killed in (True, False)
-        ]
-        dead, lives = (Path(each.stdout.readline().strip()) for each in started)
-        started[0].communicate()
+            return process, Path(process.stdout.readline().strip())
+
+        # In this order: the one that lives would remove what the other has left.
+        alive, lives = started(killed=False)
+        killed, dead = started(killed=True)
+        killed.communicate()
         assert (dead.parent, lives.parent) == (Path(base), Path(base))
         assert dead.exists()
 
@@ -358,7 +361,7 @@ def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by
 
         eventually(next_use, "it is removed, once the last of the ranks is gone", 60)
         assert lives.exists()
-        started[1].communicate("\n")
+        alive.communicate("\n")
         assert list(Path(base).glob("nblaunch-*")) == []
 
 
