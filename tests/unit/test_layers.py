@@ -20,20 +20,8 @@ PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
 LAYERS = (
     *("data", "options", "protocol", "insight", "results", "capture", "probes", "rank"),
-    *(
-        "diagnose",
-        "host",
-        "group",
-        "nodes",
-        "runtime",
-        "client",
-        "view",
-        "export",
-        "checks",
-        "magic",
-        "testing",
-        "door",
-    ),
+    *("diagnose", "host", "group", "nodes", "runtime", "client"),
+    *("view", "export", "checks", "magic", "testing", "door"),
 )
 """Lowest first. `data` is every top-level module but `_results` and the doors; the others are folders."""
 
@@ -420,6 +408,41 @@ def types_of(tree: ast.Module) -> Iterator[str]:
             variable = node.value is not None and ast.unparse(node.value).startswith("TypeVar(")
             if re.fullmatch(r"_?[A-Z]+[a-z]\w*", name) and not variable:
                 yield name
+
+
+def test_no_two_modules_share_a_name():
+    names = [path.stem for path in MODULES if not path.stem.startswith("__")]
+    assert sorted(names) == sorted(set(names))
+
+
+OTHER_WORDS = {"give", "gives", "giver", "meet", "meets", "wish", "fate", "said", "look", "looks", "remark"}
+"""The field says submit, owner, rendezvous, request, status, reported, query, and notice."""
+
+
+def test_names_are_the_words_of_the_field():
+    found = {
+        f"{module_name(path)}: {name}"
+        for path in MODULES
+        for name in names_given_by(ast.parse(path.read_text()))
+        if OTHER_WORDS & {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
+    }
+    assert found == set()
+
+
+def names_given_by(tree: ast.AST) -> Iterator[str]:
+    """Yield every name that a module gives to something."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case (
+                ast.arg(arg=name)
+                | ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+            ):
+                yield name
+            case _:
+                pass
 
 
 def test_no_function_is_too_long_to_read():
