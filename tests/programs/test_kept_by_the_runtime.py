@@ -325,7 +325,9 @@ from nblaunch.client.local import local
 nblaunch.run(int, nproc=1)
 print(local().runtime.root, flush=True)
 if KILLED:
-    for pid in (local().runtime.keeper.pid, os.getpid()):
+    runtime, keeper = local().runtime.welcome.pid, local().runtime.keeper.pid
+    os.kill(keeper, signal.SIGSTOP)  # neither of the two has the time to remove anything
+    for pid in (runtime, keeper, os.getpid()):
         os.kill(pid, signal.SIGKILL)
 input()
 """
@@ -350,18 +352,19 @@ def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by
 
         # In this order: the one that lives would remove what the other has left.
         alive, lives = started(killed=False)
-        killed, dead = started(killed=True)
-        killed.communicate()
-        assert (dead.parent, lives.parent) == (Path(base), Path(base))
-        # Its runtime may have had the time to remove it.
+        with alive:
+            killed, dead = started(killed=True)
+            killed.communicate()
+            assert (dead.parent, lives.parent) == (Path(base), Path(base))
+            assert dead.exists()
 
-        def next_use():
-            subprocess.run([sys.executable, "-c", f"import nblaunch; {removes}"], env=environ, check=True)
-            return not dead.exists()
+            def next_use():
+                subprocess.run([sys.executable, "-c", f"import nblaunch; {removes}"], env=environ, check=True)
+                return not dead.exists()
 
-        eventually(next_use, "it is removed, once the last of the ranks is gone", 60)
-        assert lives.exists()
-        alive.communicate("\n")
+            eventually(next_use, "it is removed, once the last of the ranks is gone", 60)
+            assert lives.exists()
+            alive.communicate("\n")
         assert list(Path(base).glob("nblaunch-*")) == []
 
 
