@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NotRequired, TypedDict
 
 from nblaunch._results import nodes_line, time_is_short
@@ -262,6 +263,10 @@ def usage_of(ranks: Sequence[RankState]) -> str:
 
 _ORDER = (State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED, State.RUNNING, State.STARTING, State.INIT)
 _SPOKEN = 40
+
+
+def _usage_of_rank(known: RankState) -> str:
+    return escaped(usage_of([known]))
 
 
 def groups_of(ranks: RankNotes) -> dict[tuple[object, ...], list[RankState]]:
@@ -647,8 +652,8 @@ class Drawing:
         parts.remove(key for key in gone if int(key[1:]) not in state.ranks)
         for rank in changed:
             known = state.ranks[rank]
-            parts.change(f"r{rank}", lambda known=known: _card(known, ranks))  # type: ignore[misc]
-            parts.change(f"u{rank}", lambda known=known: escaped(usage_of([known])))  # type: ignore[misc]
+            parts.change(f"r{rank}", partial(_card, known, ranks))
+            parts.change(f"u{rank}", partial(_usage_of_rank, known))
         if len(state.ranks) <= _CARDS:
             cards = ",".join(map(str, sorted(state.ranks)))
             parts.change("ranks", lambda: f'<div class="nblaunch-cards" data-own data-ranks="{cards}"></div>')
@@ -675,10 +680,7 @@ class Drawing:
         numbered = len(state.ranks) <= _NUMBERED
         for number, members in enumerate(hosts.values()):
             if changed.intersection(members):
-                parts.change(
-                    f"h{number}",
-                    lambda members=members: _cells(members, ranks, numbered=numbered),  # type: ignore[misc]
-                )
+                parts.change(f"h{number}", partial(_cells, members, ranks, numbered=numbered))
 
     def _note_groups(self, changed: set[int]) -> None:
         if not changed:
@@ -691,7 +693,7 @@ class Drawing:
         parts.remove([key for key in parts.shown if re.fullmatch(r"g\d+", key) and key not in groups])
         parts.change("alike", lambda: _alike(groups), urgent=True)
         for key, known in groups.items():
-            parts.change(key, lambda known=known: _group(known, self._ranks), urgent=True)  # type: ignore[misc]
+            parts.change(key, partial(_group, known, self._ranks), urgent=True)
 
     def _note_values(self, state: RunState, changed: set[int]) -> None:
         """Draw the values when one is new: those that differ, and those that are more than a short text."""
@@ -735,12 +737,8 @@ class Drawing:
         each = self._by_rank or ranks <= _FEW_RANKS
         for curve in shown:
             for way in CURVE_WAYS if each else CURVE_WAYS[:2]:
-                self._parts.change(
-                    f"c{numbers[curve.name]}{way}",
-                    lambda curve=curve, way=way: charts.live_chart(  # type: ignore[misc]
-                        curve, steps, log=".log" in way, each=".each" in way
-                    ),
-                )
+                draw = partial(charts.live_chart, curve, steps, log=".log" in way, each=".each" in way)
+                self._parts.change(f"c{numbers[curve.name]}{way}", draw)
         words = plain("\n".join(curve_lines(self._curves)))
         self._parts.change("words", lambda: pre(escaped(words)))
         self._parts.change("curves", lambda: _curves_shell(shown, numbers, ranks), urgent=True)
