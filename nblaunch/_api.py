@@ -13,7 +13,7 @@ from typing import Any, Self
 from nblaunch import _notebook
 from nblaunch._results import Handle, RunResult, SessionInfo, SessionStatus
 from nblaunch.capture.saved import SavedSession
-from nblaunch.client import directory, saving
+from nblaunch.client import directory, saves
 from nblaunch.client.preparation import ClientJob, prepare_call
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.client.scripts import is_script, prepare_script
@@ -139,7 +139,7 @@ class Session:
             options["restore"] = os.fspath(options["restore"])
         watch = view_of if _shows(display) else silent
         self._begin(
-            saving.start(LaunchOptions.from_keywords(of_session=True, **options), name=name, watch=watch)
+            saves.start(LaunchOptions.from_keywords(of_session=True, **options), name=name, watch=watch)
         )
 
     def _begin(self, live: LiveSession) -> None:
@@ -286,7 +286,7 @@ class Session:
           sharded: model, opt
           each rank's own: loss, random state of torch
         """
-        return saving.save(self._live, os.fspath(path), background=background, strict=strict)
+        return saves.save(self._live, os.fspath(path), background=background, strict=strict)
 
     def diff(self, *names: str, env: bool = False, ranks: Sequence[int] | None = None) -> Difference:
         """Compare variables of the ranks: equal, or where they differ first, and which ranks agree.

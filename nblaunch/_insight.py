@@ -59,7 +59,7 @@ def log(
     error that is a `TypeError` as well; then nothing of the call is logged.
     """
     if not _under_torchrun():
-        _of_rank("log", "metrics").log(step, {**(values or {}), **named})
+        _of_rank("log", "rank_metrics").log(step, {**(values or {}), **named})
 
 
 def diff(obj: Any, name: str = "obj", *, group: Any = None) -> Difference:

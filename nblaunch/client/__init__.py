@@ -45,6 +45,6 @@ Modules, each after those that it imports:
     facts              what the report of a finished job is made of
     run                one job, from its capture to its `Outcome`: the wait draws, asks and interrupts
     session            ranks that stay: cells, calls, push, pull
-    saving             saves of a session, and sessions that begin with one
+    saves              saves of a session, and sessions that begin with one
     shell_logs         what a shell shows of a session's jobs: `python -m nblaunch logs`
 """

@@ -111,6 +111,7 @@ def _pending(collectives: tuple[Collective, ...]) -> _Pending:
 _FIRST_SECONDS = 0.6
 _BETWEEN_SECONDS = 1.0
 _STOPPED = "its process is stopped"
+_GONE = "its process has ended"
 
 
 class LateRanks(msgspec.Struct, frozen=True):
@@ -146,7 +147,7 @@ def _places(report: HangReport) -> dict[int, str]:
     found = {rank: f"still {group.headline}" for group in report.groups for rank in group.ranks}
     for rank, stack in report.silent.items():
         innermost = next((line.strip() for line in reversed(stack.splitlines()) if line.strip()), "")
-        if innermost.startswith(_STOPPED):
+        if innermost.startswith((_STOPPED, _GONE)):
             found[rank] = f"but {innermost}"
         else:
             at = f", at {innermost}" if innermost else ""

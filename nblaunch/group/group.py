@@ -587,7 +587,7 @@ class WorkerGroup:
         return self._raw[1] if self._raw is not None and self._raw[0] is message else encode(message)
 
     def _carry_out(self, order: Order, job: Job | None) -> None:
-        """Have the agent do something, and the peers follow, or do it for the job."""
+        """Carry out an order: the hosts do it, or the job."""
         match order:
             case Order.FINISH_JOB if job is not None:
                 job.finish(time.time(), self._error)

@@ -37,9 +37,9 @@ class LogFile:
     decoder: codecs.IncrementalDecoder | None = None
 
     def size(self) -> int:
-        """Return how much there is; 0 if the file is gone."""
+        """Return how much there is; 0 if the file was gone before it was opened."""
         with contextlib.suppress(OSError):
-            return os.stat(self.path).st_size
+            return os.stat(self.path if self.file is None else self.file.fileno()).st_size
         return 0
 
     def unread(self, end: int) -> Iterator[bytes]:

@@ -38,6 +38,7 @@ from nblaunch.protocol.messages import (
     Orders,
     Prepare,
     Raised,
+    Returned,
     ToRank,
     Usage,
 )
@@ -178,6 +179,7 @@ class RankHost(AgentThread, GroupHost):
         self._settings = settings
         self._exit_reasons = ExitReasons(directory)
         self._may_end, self._measuring = threading.Event(), contextlib.ExitStack()
+        self._measures = False
         self._prepared: Prepare | None = None
         """As ranks got it last."""
         self._dispatched: Dispatch | None = None
@@ -191,6 +193,8 @@ class RankHost(AgentThread, GroupHost):
         """The processes that have not ended."""
         self._workers: dict[int, Worker] = {}
         """Those of this attempt, by the numbers with which the agent has started them."""
+        self._idle: set[int] = set()
+        """Ranks that have no job, or have ended it."""
         self._shift = 0
         """By how much the ranks' numbers differ from those that the agent knows."""
         self._ending = False
@@ -231,16 +235,22 @@ class RankHost(AgentThread, GroupHost):
             return False
         match message:
             case Prepare():
-                self._prepared = message
+                first, self._prepared = self._prepared is None, message
+                if first and self._measures:
+                    # Only now is it known which GPUs the ranks see.
+                    with contextlib.suppress(RuntimeError):  # the system refuses a thread
+                        self.measure(wanted=True)
             case Dispatch():
                 self._dispatched = message
+                self._idle.discard(rank)
             case _:
                 pass
         self._hub.send(self, rank, message)
         return True
 
     def measure(self, *, wanted: bool) -> None:
-        """Start or stop measuring the ranks."""
+        """Start or stop measuring the ranks that are at work."""
+        self._measures = wanted
         self._measuring.close()
         if wanted:
             alone, prepared = self._settings.options.virtual_local_rank, self._prepared
@@ -252,7 +262,10 @@ class RankHost(AgentThread, GroupHost):
         return {} if self._dispatched is None else self._dispatched.titles
 
     def _state(self) -> RunState:
-        return replace(RunState.fresh(0), ranks=self.ranks.copy())
+        # To read the memory of the others would keep those waiting that matter.
+        idle = self._idle.copy()
+        at_work = {rank: each for rank, each in self.ranks.copy().items() if rank not in idle}
+        return replace(RunState.fresh(0), ranks=at_work)
 
     def _report(self, measured: Measured) -> None:
         self._hub.call(lambda: self._owner.measured(measured.usages))
@@ -298,6 +311,7 @@ class RankHost(AgentThread, GroupHost):
             self._hub.send(self, old, other)
         self.attempt, self._shift = order.number, shift
         self.ranks = {numbers[rank]: replace(known, rank=numbers[rank]) for rank, known in self.ranks.items()}
+        self._idle = {numbers[rank] for rank in self._idle if rank in numbers}
         return numbers
 
     # --- from the ranks, on the hub's thread -------------------------------------------------------
@@ -312,10 +326,12 @@ class RankHost(AgentThread, GroupHost):
                 self.ranks[rank] = replace(self.ranks[rank], device=device)
             case Aborted(rank=rank):
                 self._released(rank)
-            case Finishing():
+            case Finishing() if not self._keep:
                 self.let_finish()
             case Raised() if self._ending:
                 return  # the rank failed because of the abort
+            case Returned(rank=rank) | Raised(rank=rank):
+                self._idle.add(rank)
             case _:
                 pass
         self._owner.receive(message, data)
@@ -372,19 +388,22 @@ class RankHost(AgentThread, GroupHost):
             self._workers = {each.rank: each for each in workers}
             forked = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
             self.ranks = forked | self.ranks
+            self._idle = set(forked) if self._keep else set()
             self._owner.attempt_started(number, world_size, workers)
 
         self._hub.run(started)
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
         """Report the exit of a process, after all that its rank has sent, and why it has exited."""
+        # Before the hub has time for it: which rank failed first is told by this.
+        when = time.time()
 
         def report() -> None:
             self._hub.drain()
             number = rank + self._shift
             self.ranks.pop(number, None)
             known = self._workers.get(rank)
-            exited = Exited(rank=rank, exitcode=exitcode, time=time.time(), expected=expected, reason=reason)
+            exited = Exited(rank=rank, exitcode=exitcode, time=when, expected=expected, reason=reason)
             exited = self._exit_reasons.explained(exited, self._titles, known.stderr if known else "")
             self._owner.rank_gone(replace(exited, rank=number))
             self._released(number)
@@ -404,17 +423,19 @@ class RankHost(AgentThread, GroupHost):
         """
         if self._prepared is None or self._prepared.device_type == "cpu":
             return
-        self._may_end.clear()
+        may_end = threading.Event()
 
         def abort() -> None:
+            # Only now: the exit of a rank that was reported before releases nobody.
+            self._may_end = may_end
             self._ending, self._aborting = True, {rank for rank, each in self.ranks.items() if each.node}
             for rank in self._aborting:
                 self._hub.send(self, rank, Abort())
             if not self._aborting:
-                self._may_end.set()
+                may_end.set()
 
         self._hub.call(abort)
-        self._may_end.wait(_ABORT_SECONDS)
+        may_end.wait(_ABORT_SECONDS)
 
     def others_stopped(self) -> None:
         """Report that no rank here is still at work."""

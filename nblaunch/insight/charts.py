@@ -44,11 +44,15 @@ class _StepScale:
 class _ValueScale:
     """From values to pixels, both ways up; logarithmic where the values ask for it."""
 
-    def __init__(self, values: Iterable[float], low: float, high: float) -> None:
+    def __init__(self, values: Iterable[float], low: float, high: float, *, log: bool = False) -> None:
         known = [value for value in values if math.isfinite(value)]
+        # What a logarithm has no place for is left out.
+        known = [value for value in known if value > 0] if log and max(known, default=0) > 0 else known
         least, greatest = (min(known), max(known)) if known else (0.0, 1.0)
-        self.log = least > 0 and greatest / least >= _LOG_FROM
-        if not self.log and greatest - least <= 1e-12 * max(abs(least), abs(greatest)):
+        self.log = least > 0 and (log or greatest / least >= _LOG_FROM)
+        if self.log and least == greatest:
+            least, greatest = least / 1.1, greatest * 1.1
+        elif not self.log and greatest - least <= 1e-12 * max(abs(least), abs(greatest)):
             more = abs(least) * 0.05 or 0.5
             least, greatest = least - more, greatest + more
         self.least, self.greatest = least, greatest
@@ -61,7 +65,7 @@ class _ValueScale:
         return math.log10(value) if value > 0 else math.nan
 
     def __call__(self, value: float) -> float:
-        if not math.isfinite(value):
+        if not math.isfinite(self._plain(value)):
             return math.nan
         share = (self._plain(value) / 2 - self._from / 2) / (self._to / 2 - self._from / 2 or 1.0)
         return self._low + share * (self._high - self._low)
@@ -79,7 +83,7 @@ def charts(curves: Curves, room: int) -> tuple[list[str], list[str]]:
     the charts of single ranks.
     """
     shown = curves.shown()
-    steps = _steps(shown)
+    steps = steps_of(shown)
     most = max(_LEAST_CELLS, min(_MOST_CELLS, _CELLS_OF_ALL // max(len(shown), 1)))
     drawn: list[str] = []
     for curve in shown:
@@ -108,19 +112,24 @@ def _saved(drawing: str) -> int:
 _LABEL_WIDTH = 44
 
 
-def _steps(shown: Sequence[Curve]) -> tuple[int, int]:
+def live_chart(curve: Curve, steps: tuple[int, int], *, log: bool, each: bool) -> str:
+    """Return the chart of a run that goes on: with few points, on a logarithmic scale if that is wanted."""
+    return _chart_of_ranks(curve, steps, log=log) if each else _chart(curve, steps, _LEAST_CELLS, log=log)
+
+
+def steps_of(shown: Sequence[Curve]) -> tuple[int, int]:
     """Return the first and the last step of all curves: they share their x axis."""
     ends = [(min(each.sums) * each.width, max(each.sums) * each.width) for each in shown if each.sums]
     return (min(first for first, _ in ends), max(last for _, last in ends)) if ends else (0, 1)
 
 
-def _chart(curve: Curve, steps: tuple[int, int], most: int) -> str:
+def _chart(curve: Curve, steps: tuple[int, int], most: int, *, log: bool = False) -> str:
     cells = list(thinned(curve.cells(), most))
     apart = list(curve.apart())[:_NAMED]
     lines = {rank: _some(curve.line(rank)) for rank in apart}
     values = [value for cell in cells for value in (cell.least, cell.greatest)]
     values += [value for line in lines.values() for _, value in line]
-    x, y = _scales(values, steps)
+    x, y = _scales(values, steps, log=log)
     parts = _axes(curve.name, x, y)
     end = number(curve.last_mean)
     parts.append(svg.text(_WIDTH - _RIGHT, 13, end, anchor="end", size=12, more='font-weight="600"'))
@@ -133,9 +142,9 @@ def _chart(curve: Curve, steps: tuple[int, int], most: int) -> str:
     return svg.document(_WIDTH, _HEIGHT, parts, label=f"{curve.name}: {in_words(curve)}")
 
 
-def _chart_of_ranks(curve: Curve, steps: tuple[int, int]) -> str:
-    lines = {rank: _some(curve.line(rank)) for rank in sorted(curve.lines)}
-    x, y = _scales([value for line in lines.values() for _, value in line], steps)
+def _chart_of_ranks(curve: Curve, steps: tuple[int, int], *, log: bool = False) -> str:
+    lines = {rank: _some(curve.line(rank)) for rank in sorted(curve.lines)[:_MOST_LINES]}
+    x, y = _scales([value for line in lines.values() for _, value in line], steps, log=log)
     parts = _axes(curve.name, x, y)
     for index, line in enumerate(lines.values()):
         parts.append(_line(line, x, y, svg.COLOURS[index % len(svg.COLOURS)], width=1))
@@ -149,8 +158,10 @@ def _some(line: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return list(line[::-1][::apart][::-1]) if apart else []
 
 
-def _scales(values: Sequence[float], steps: tuple[int, int]) -> tuple[_StepScale, _ValueScale]:
-    return _StepScale(*steps), _ValueScale(values, _HEIGHT - _BOTTOM, _TOP)
+def _scales(
+    values: Sequence[float], steps: tuple[int, int], *, log: bool = False
+) -> tuple[_StepScale, _ValueScale]:
+    return _StepScale(*steps), _ValueScale(values, _HEIGHT - _BOTTOM, _TOP, log=log)
 
 
 def _axes(name: str, x: _StepScale, y: _ValueScale) -> list[str]:

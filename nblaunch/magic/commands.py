@@ -16,7 +16,7 @@ from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._help import FailureKind
 from nblaunch._results import Handle, Perform, RunResult, held_by, sessions_table
 from nblaunch.checks.report import DoctorReport
-from nblaunch.client import directory, saving
+from nblaunch.client import directory, saves
 from nblaunch.client.local import local
 from nblaunch.client.run import StoppedWatchingError, run_fresh
 from nblaunch.client.scripts import prepare_script
@@ -203,7 +203,7 @@ def _save(line: str, _: Namespace) -> str:
         msg = f"'%distributed save {line}': save takes one directory. Write %distributed save NAME."
         raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     session = sessions.named(options.session)
-    found = saving.save(session, names[0], background=options.background, strict=_STRICT in words)
+    found = saves.save(session, names[0], background=options.background, strict=_STRICT in words)
     more = "\n  it is being written, while cells go on" if options.background else ""
     return f"{found}{more}\n%distributed start --from {names[0]} goes on from here"
 

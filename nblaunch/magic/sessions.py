@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._help import FailureKind
-from nblaunch.client import directory, saving
+from nblaunch.client import directory, saves
 from nblaunch.client.session import LiveSession, attach_session
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.view.display import view_of
@@ -45,7 +45,7 @@ def start(options: LaunchOptions) -> LiveSession:
             msg = f"{option.flags[0]} is for a cell, not for %distributed start. Leave it out here."
             raise OptionError(msg)
     _lost.discard(name)
-    session = saving.start(options, name=name, watch=view_of)
+    session = saves.start(options, name=name, watch=view_of)
     _sessions[name] = session
     return session
 

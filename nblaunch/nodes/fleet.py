@@ -977,11 +977,11 @@ class FleetGroup(NodeGroup):
         """
         super().__init__(fleet, events, directory, address)
         settings = events.settings
+        store = host_store(address, port_range(fleet.conf.options.ports))
         settings.log_dir.mkdir(parents=True, exist_ok=True)
         # torchelastic's layout: attempts below it, ranks below those.
         self._logs = Path(tempfile.mkdtemp(prefix=f"{settings.run_id}_", dir=settings.log_dir))
         self._attempt_logs = self._logs
-        store = host_store(address, port_range(fleet.conf.options.ports))
         self._store: dist.TCPStore | None = store
         conf, kept = fleet.conf, events.keep
         self._state = DirectorState(

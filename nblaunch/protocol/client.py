@@ -35,7 +35,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 7
+CLIENT_PROTOCOL = 8
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""

@@ -336,9 +336,9 @@ class _Save:
         self._lines: dict[str, set[int]] = {}
         sharded.reshard()
         self.values = {**variables.to_save(), **_surroundings(variables)}
-        self.looks = {name: self._look(name) for name in sorted(self.values)}
+        self.examined = {name: self._examine(name) for name in sorted(self.values)}
         self.values[SOURCES] = shell.sources_of(self._lines)
-        self.looks[SOURCES] = self._look(SOURCES)
+        self.examined[SOURCES] = self._examine(SOURCES)
         self.left_out: dict[str, str] = {}
         self.leaves: set[str] = set()
         self.keys: list[sharded.Key] = []
@@ -350,25 +350,25 @@ class _Save:
         met.own_shards = own_shards
         return met
 
-    def _look(self, name: str) -> _Examined:
+    def _examine(self, name: str) -> _Examined:
         """Pickle one variable alone."""
         value = self.values[name]
-        look = _Examined(type_name(value))
+        examined = _Examined(type_name(value))
         try:
             stream = _whole(self._new_stream, {name: value})
-            look.buffers = stream.buffers()
+            examined.buffers = stream.buffers()
         except Exception as error:  # noqa: BLE001 - whatever the objects raise
-            look.why_not = self._why(name, value, error)
-            return look
+            examined.why_not = self._why(name, value, error)
+            return examined
         for file, lines in stream.pickler.lines.items():
             self._lines.setdefault(file, set()).update(lines)
         met = stream.pickler.met
-        look.partial, look.shards = met.partial, len(met.shards)
-        look.meshes = [list(key[2]) for key in met.made if key[0] == "mesh"]
-        look.detached = bool(stream.pickler.detached)
-        samples = [self._hash(each, sample=True).hex() for each in look.buffers]
-        look.first = hashlib.sha256(f"{stream.digests[name]}{samples}".encode()).hexdigest()
-        return look
+        examined.partial, examined.shards = met.partial, len(met.shards)
+        examined.meshes = [list(key[2]) for key in met.made if key[0] == "mesh"]
+        examined.detached = bool(stream.pickler.detached)
+        samples = [self._hash(each, sample=True).hex() for each in examined.buffers]
+        examined.first = hashlib.sha256(f"{stream.digests[name]}{samples}".encode()).hexdigest()
+        return examined
 
     def _new_stream(self, first: Sequence[Any]) -> _Segments:
         return _Segments(self._known(), self._classes, first=first)
@@ -402,7 +402,7 @@ class _Save:
         told = self._meeting.tell(
             {
                 name: [each.why_not, each.partial, each.first, each.detached]
-                for name, each in self.looks.items()
+                for name, each in self.examined.items()
             }
         )
         everywhere = set.intersection(*map(set, told))
@@ -417,18 +417,18 @@ class _Save:
             if len({each[name][2] for each in told}) == 1 and not any(each[name][1] for each in told)
         ]
         whole = {
-            name: hashlib.sha256(b"".join(map(self._hash, self.looks[name].buffers))).hexdigest()
+            name: hashlib.sha256(b"".join(map(self._hash, self.examined[name].buffers))).hexdigest()
             for name in candidates
         }
         full = self._meeting.tell(whole)
         equal = {name for name in candidates if len({each[name] for each in full}) == 1}
-        for each in self.looks.values():
+        for each in self.examined.values():
             each.buffers = []
         names = sorted(set().union(*told) - self.left_out.keys())
         return {name: self._kind(name) if name in equal else "own" for name in names}
 
     def _kind(self, name: str) -> saved.VariableKind:
-        return "sharded" if self.looks[name].shards else "equal"
+        return "sharded" if self.examined[name].shards else "equal"
 
     def _pickle(self) -> None:
         """Pickle the equal variables, then the own ones, until all ranks agree on what is in the first."""
@@ -495,10 +495,10 @@ class _Save:
             saved.SavedVariable(
                 name,
                 kind,
-                self.looks[name].type if name in self.looks else "",
+                self.examined[name].type if name in self.examined else "",
                 sum(each.get(name, 0) for each in sizes),
                 tuple(rank for rank, each in enumerate(sizes) if name in each),
-                tuple(map(tuple, self.looks[name].meshes)) if name in self.looks else (),
+                tuple(map(tuple, self.examined[name].meshes)) if name in self.examined else (),
             )
             for name, kind in sorted(self.kinds.items())
         ]

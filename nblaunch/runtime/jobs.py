@@ -80,7 +80,10 @@ class RunningJob(Job):
             JobState(
                 decode_state(order.state),
                 internal=order.internal,
-                ending=Ending.of(options.timeout, options.hang_after, self._began),
+                # Nobody would see a hang of a job that the user does not see.
+                ending=Ending.of(
+                    options.timeout, None if order.internal else options.hang_after, self._began
+                ),
             ),
             options=options,
             directory=directory,
@@ -143,6 +146,7 @@ class RunningJob(Job):
     def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
         """Submit the job to a group, unless it was interrupted before."""
         self.group, self._hub = group, hub
+        hub.after_turn.append(self._due)
         if self._interrupted:
             ending = replace(self.known.ending, begun=True, interrupted=True, where=self.state.where)
             self.known = replace(self.known, ending=ending)
@@ -152,7 +156,6 @@ class RunningJob(Job):
             return
         group.begin(self, prepare)
         group.start()
-        hub.after_turn.append(self._due)
 
     def interrupt(self, *, sparing: bool = False) -> None:
         """Interrupt the job; the second time its ranks are ended, unless `sparing` them.

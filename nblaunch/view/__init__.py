@@ -10,7 +10,7 @@ Each time it passes the `RunState` of that moment, a frozen snapshot, so a view 
               ├──> text            the same for the same run: terminals, nbval, `repr`
               ├──> terminal_view   new lines as they come, above one status line
               ├──> html            no script, no style sheet: for saved notebooks
-              └──> panel_ranks ──deltas──> panel.js, which draws; replaced by `html` when the run has ended
+              └──> panel_parts ──HTML──> panel.js, which patches; replaced by `html` when the run has ended
 
 A rank's output passes through a screen: carriage returns, cursor movement and colours become lines, so a
 progress bar that redraws itself a thousand times is one line. Merging ranks depends on the content alone,
@@ -21,8 +21,11 @@ Invariants:
     hosts of ranks that failed or hang, where there are several; ranks are in rank order. What takes the
     panel's place says how long the run took; a front end that compares outputs has no panel. Together they
     stay below 1 MB, whatever 64 ranks print: the middle is left out.
-  * What a rank prints is text. HTML that it displays is shown in a frame of its own, without scripts.
-  * The cost of the panel grows with what changed since the last draw, not with the output so far.
+  * What a rank prints is text, escaped once, here. HTML that it displays is in a frame without scripts.
+  * What is live and what is saved look alike: the panel's parts are drawn by the functions of `html`. The
+    page keeps only what is its reader's: focus, selection, scrolling, what is chosen, unfolded or filtered.
+  * The cost of the panel grows with what changed since the last draw, not with the output so far. Parts and
+    lines take 32 kB a second at most, in ten updates; where more changes, each has its turn.
   * A view that raises is not drawn again, except for its end; the run goes on (`GuardedView`).
   * However many ranks there are, no view has a line for each: ranks that are alike share a row, which can be
     unfolded, hosts whose ranks are alike are one line, and those that differ are named. The panel has a cell
@@ -39,9 +42,9 @@ Modules, each after those that it imports:
     summary        how a run stands or ended, in lines; the header; torchelastic's events as a table
     html           a run as static HTML
     panel_output   output as deltas: numbered lines and displays, new or changed
-    panel_curves   what ranks have logged as deltas: cells of curves, new or changed
+    panel_log      these of all ranks as one list of HTML rows, in which equal lines stand once
     text           a run as text
-    panel_ranks    everything that the panel shows, as deltas: ranks, values, stragglers, report; no widget
+    panel_parts    everything that the panel shows, as HTML in parts, and which of them changed; no widget
     terminal_view  a run in a terminal: lines as they come, the status line, streams that step aside
     panel          the widget that sends them, also to pages that come later
     display        chooses a view, and guards it

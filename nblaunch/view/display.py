@@ -28,7 +28,7 @@ from nblaunch.protocol.messages import EngineStatus
 from nblaunch.protocol.state import RunState, View
 from nblaunch.view.html import ROOT_STYLE, render_html
 from nblaunch.view.output import Folded, folded
-from nblaunch.view.panel_ranks import Drawing
+from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.screen import plain
 from nblaunch.view.summary import Header, headline
 from nblaunch.view.terminal_view import Terminal

@@ -79,7 +79,7 @@ ROOT_STYLE = (
 _TAGS = {BOLD: "b", ITALIC: "i", UNDERLINE: "ins"}
 _COLORS = ("", markup.RED, markup.GREEN, markup.YELLOW, markup.BLUE, markup.MAGENTA, markup.CYAN)
 # Not red: progress bars and logs are written to stderr too.
-_STDERR = "font-style:normal;border-left:3px solid rgba(127,127,127,.6);padding-left:4px"
+STDERR = "font-style:normal;border-left:3px solid rgba(127,127,127,.6);padding-left:4px"
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
 _NARROW_CELL = f"{_CELL};white-space:nowrap"
 _LEAST_WIDTH = "min-width:16em"
@@ -110,11 +110,11 @@ def render_html(
     what += "" if took is None else f" · {summary.duration(took)}"
     parts = (
         f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>",
-        *_failures(found),
+        *failures(found),
         *_attempts(state),
-        *map(_note, summary.host_lines(state)),
-        *map(_note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
-        *_hang(state),
+        *map(note, summary.host_lines(state)),
+        *map(note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
+        *hang(state),
         *_curves(Curves.of(state.metrics) if curves is None else curves),
         _table(shown, rows),
         *_values(shown, rows),
@@ -126,8 +126,9 @@ def render_html(
     return f'<div style="{ROOT_STYLE}">{above}{_outputs(written, budget)}</div>'
 
 
-def _failures(found: Blame) -> Iterator[str]:
-    parts = _causes(found, summary.TRACEBACK_COST)
+def failures(found: Blame, *, live: bool = False) -> Iterator[str]:
+    """Yield the causes, and folded beneath them the consequences; `live` opens the first traceback."""
+    parts = _causes(found, summary.TRACEBACK_COST, opened=live)
     # Of equal ones one stands for all: its line names their ranks, and it has the traceback of the lowest.
     consequences = []
     lines = summary.consequence_lines(found, summary.reason_limit(found))
@@ -141,16 +142,18 @@ def _failures(found: Blame) -> Iterator[str]:
         yield f'<div style="{_FAILURE}">{"".join(parts)}</div>'
 
 
-def _causes(found: Blame, traceback_cost: int) -> list[str]:
+def _causes(found: Blame, traceback_cost: int, *, opened: bool = False) -> list[str]:
     parts = []
     for number, cause in enumerate(found.causes):
         label = markup.escaped(f"{'Also failed' if number else 'Root cause'}: {cause.who}:")
         why = markup.code(summary.why(cause, summary.reason_limit(found)))
-        traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
+        traceback = ""
+        if number < summary.TRACEBACKS:
+            traceback = _traceback(cause.failure, traceback_cost, colored_too=opened)
         name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
         parts.append(f"<div><strong>{label}</strong> {why}{_help(cause.kind)}</div>")
-        # Folded away: the error that the cell raises shows it below.
-        parts += [markup.details(name, traceback, opened=False)] if traceback else []
+        # Of a run that is over it is folded away: the error that the cell raises shows it below.
+        parts += [markup.details(name, traceback, opened=opened and not number)] if traceback else []
         held = summary.held_text(cause.failure) if number < summary.TRACEBACKS else ""
         table = markup.pre(markup.escaped(held))
         parts += [markup.details("What it held", table, opened=not number)] if held else []
@@ -168,8 +171,9 @@ def _link(kind: FailureKind, text: str) -> str:
     return f'<a href="{markup.escaped(kind.address)}" style="text-decoration:underline">{text}</a>'
 
 
-def _traceback(failure: FailureRecord, limit: int) -> str:
-    text = shortened(summary.traceback_text(failure), limit)
+def _traceback(failure: FailureRecord, limit: int, *, colored_too: bool = False) -> str:
+    text = failure.colored.rstrip("\n") if colored_too else ""
+    text = shortened(text or summary.traceback_text(failure), limit)
     shown = colored(text)
     # Colours only where they fit too: a span around each character is possible.
     cost = sum(cost_of_line(line) for line in shown)
@@ -178,34 +182,35 @@ def _traceback(failure: FailureRecord, limit: int) -> str:
 
 
 def _expandable(line: str, content: str) -> str:
-    return markup.details(markup.code(line), content, opened=False) if content else _note(line)
+    return markup.details(markup.code(line), content, opened=False) if content else note(line)
 
 
-def _note(line: str) -> str:
+def note(line: str) -> str:
+    """Return a line about the run that may quote a rank."""
     return f"<div>{markup.code(line)}</div>"
 
 
 def _attempts(state: RunState) -> Iterator[str]:
     """Yield a part for each attempt before this one, with its own failures and output."""
     shown, left_out = summary.earlier_attempts(state)
-    yield from [_note(left_out)] if left_out else []
+    yield from [note(left_out)] if left_out else []
     for attempt in shown:
         before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
         found = blame(before.ranks)
         content = "".join(_causes(found, summary.TRACEBACK_COST // max(4, len(shown))))
         # Which of the others failed too, and which were stopped before they did, differs from run to run.
         others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
-        content += _note(f"{format_ranks(others)}: ended because of that") if others else ""
+        content += note(f"{format_ranks(others)}: ended because of that") if others else ""
         content += _outputs(folded(before), summary.PART_BUDGET // len(shown))
         yield _expandable(summary.attempt_line(attempt, found), content)
 
 
-def _hang(state: RunState) -> Iterator[str]:
+def hang(state: RunState) -> Iterator[str]:
     """Yield where the ranks were, if known: a line for all with the same stack, and that stack."""
     if state.hang is None:
         return
     limit = summary.REASON_COST
-    content = "".join(_note(shortened(plain(each), limit)) for each in state.hang.findings[:_PLACES])
+    content = "".join(note(shortened(plain(each), limit)) for each in state.hang.findings[:_PLACES])
     found = summary.places(state.hang)
     for each in found[:_PLACES]:
         stack = shortened(each.stack, _STACK_COST)
@@ -326,7 +331,7 @@ def _each_rank(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> 
     scattered = [row for row in rows[:MOST_ROWS] if not is_whole(row)]
     limit = _NUMBERS_COST // max(len(scattered), 1)
     return "".join(
-        _note(f"{shown[row[0]].known.state}: {clipped(format_ranks(row), limit)}") for row in scattered
+        note(f"{shown[row[0]].known.state}: {clipped(format_ranks(row), limit)}") for row in scattered
     )
 
 
@@ -361,7 +366,7 @@ def _cells(ranks: Sequence[_Shown], *, few: bool = True) -> tuple[str, ...]:
     elif known[0].value_html:
         value = "(below)"
     else:
-        value = markup.code(_short_value(known[0].value_text), styled=few)
+        value = markup.code(short_value(known[0].value_text), styled=few)
     lines = {each.last for each in ranks}
     last = f"<em>{len(lines)} different</em>" if len(lines) > 1 else markup.code(ranks[0].last, styled=few)
     name = label([each.rank for each in known])
@@ -384,7 +389,7 @@ def _differs(ranks: Sequence[_Shown]) -> bool:
     )
 
 
-def _short_value(text: str) -> str:
+def short_value(text: str) -> str:
     """Return a value in one line; of a number the digits that a reader compares: `result` has all."""
     first, newline, _ = text.strip().partition("\n")
     first = plain(first)
@@ -394,22 +399,34 @@ def _short_value(text: str) -> str:
 
 
 def _values(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Yield the values that the table does not show, equal ones once: short ones side by side."""
-    groups = ranks_by_answer({rank: each.value for rank, each in shown.items() if any(each.value)})
-    long = {value: ranks for value, ranks in groups.items() if _is_long(value)}
-    if any(len({shown[rank].value for rank in row}) > 1 for row in rows):
-        short = [(ranks, _short_value(text)) for (text, html), ranks in groups.items() if not html]
-        yield _side_by_side_values("Values", short)
+    """Yield the values that the table does not show, and peaks that differ within a row of many ranks."""
+    values = {rank: each.value for rank, each in shown.items() if any(each.value)}
+    differ = any(len({shown[rank].value for rank in row}) > 1 for row in rows)
+    yield values_of(values, short=differ)
     peaks = {rank: sizes([each.known.peak_gpu_memory]) for rank, each in shown.items()}
     if len(shown) > _ROWS and any(len({peaks[rank] for rank in row}) > 1 for row in rows):
         found = [(ranks, peak) for peak, ranks in ranks_by_answer(peaks).items() if peak]
         yield markup.details("GPU peak of each rank", _side_by_side_values("", found), opened=False)
-    content = "".join(_long_values(long))
+
+
+def values_of(
+    values: Mapping[int, tuple[str, str]], embed: Callable[[str], str] = balanced, *, short: bool = True
+) -> str:
+    """Return values (text and HTML) by rank, equal ones once: `short` ones side by side, the others in full.
+
+    `embed` returns HTML of a rank as it stands in the page.
+    """
+    groups = ranks_by_answer(values)
+    content = ""
+    if short:
+        found = [(ranks, short_value(text)) for (text, rich), ranks in groups.items() if not rich]
+        content = _side_by_side_values("Values", found)
+    long = {value: ranks for value, ranks in groups.items() if _is_long(value)}
+    full = "".join(_long_values(long, embed))
     if len(long) > _MOST_OPEN:
-        count = sum(map(len, long.values()))
-        title = f"{len(long)} values of {count} ranks in full"
-        content = markup.details(title, content, opened=False)
-    yield content
+        title = f"{len(long)} values of {sum(map(len, long.values()))} ranks in full"
+        full = markup.details(title, full, opened=False)
+    return content + full
 
 
 def _is_long(value: tuple[str, str]) -> bool:
@@ -440,12 +457,14 @@ def _side_by_side_values(title: str, values: Sequence[tuple[tuple[int, ...], str
     return f'<div style="margin:4px 0">{content}</div>'
 
 
-def _long_values(groups: Mapping[tuple[str, str], tuple[int, ...]]) -> Iterator[str]:
+def _long_values(
+    groups: Mapping[tuple[str, str], tuple[int, ...]], embed: Callable[[str], str]
+) -> Iterator[str]:
     costs = (cost_of_text(rich) or cost_of_text(text) for text, rich in groups)
     limit = fair_limit(costs, summary.PART_BUDGET)
     for (text, rich), ranks in groups.items():
         if rich and cost_of_text(rich) <= limit:
-            content = f'<div style="overflow-x:auto">{balanced(rich)}</div>'
+            content = f'<div style="overflow-x:auto">{embed(rich)}</div>'
         else:
             content = markup.pre(markup.escaped(shortened(text, limit)))
         opened = len(groups) <= _MOST_OPEN and cost_of_text(text) <= _VALUE_OPEN
@@ -587,14 +606,15 @@ def _blocks(output: Folded) -> Iterator[str]:
 
 def _lines_of(shown: Iterable[tuple[str, Line]]) -> str:
     """Return lines with their colours, each after a prefix that is HTML, for use in a `pre`."""
-    return "\n".join(before + _line(line) for before, line in shown)
+    return "\n".join(before + line_html(line) for before, line in shown)
 
 
-def _line(line: Line) -> str:
+def line_html(line: Line) -> str:
+    """Return a line with its colours; what was written to stderr is marked."""
     content = "".join(_run(style, text) for style, text in line.runs)
     if line.stream is Stream.STDERR and content:
         # Where styles are dropped it is slanted.
-        return f'<em title="stderr" style="{_STDERR}">{content}</em>'
+        return f'<em title="stderr" style="{STDERR}">{content}</em>'
     return content
 
 

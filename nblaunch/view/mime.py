@@ -33,8 +33,8 @@ def embedded(display: Display) -> str | None:
     """
     if markup := text_of(display, "text/html"):
         return f'<div style="overflow-x:auto">{balanced(markup)}</div>'
-    if image := _encoded(display):
-        return _image(*image, display)
+    if encoded := _encoded(display):
+        return image(*encoded, display_text(display), *_size(encoded[0], display))
     if latex := text_of(display, "text/latex"):
         # No <pre>: the notebook typesets it here.
         return f"<div>{escaped(latex)}</div>"
@@ -51,9 +51,11 @@ def live(display: Display) -> tuple[tuple[str, ...], int]:
     piece: tuple[str, ...] = ("text", text)
     if markup := text_of(display, "text/html"):
         piece = ("html", markup, text) if len(markup) <= _LIVE_HTML else _later(display, text)
-    elif image := _encoded(display):
-        fits = len(image[1]) <= _LIVE_IMAGE
-        piece = ("image", *image, text[:200], *_size(image[0], display)) if fits else _later(display, text)
+    elif encoded := _encoded(display):
+        fits = len(encoded[1]) <= _LIVE_IMAGE
+        piece = (
+            ("image", *encoded, text[:200], *_size(encoded[0], display)) if fits else _later(display, text)
+        )
     return piece, sum(map(len, piece)) + _PIECE_COST
 
 
@@ -87,11 +89,20 @@ def _size(kind: str, display: Display) -> tuple[str, str]:
     return width, height
 
 
-def _image(kind: str, encoded: str, display: Display) -> str:
-    sizes = zip(("width", "height"), _size(kind, display), strict=True)
+def image(kind: str, encoded: str, text: str, width: str, height: str) -> str:
+    """Return an image; `text` says what it shows."""
+    sizes = (("width", width), ("height", height))
     size = "".join(f' {name}="{value}"' for name, value in sizes if value)
-    alt = escaped(display_text(display)[:200])
+    alt = escaped(text[:200])
     return f'<img src="data:{kind};base64,{encoded}" alt="{alt}"{size} style="max-width:100%">'
+
+
+def frame(markup: str) -> str:
+    """Return a frame for HTML that a rank displays; the page fills it, and no script runs in it."""
+    return (
+        '<iframe class="nblaunch-frame" sandbox="allow-same-origin" title="HTML that a rank displayed" '
+        f'data-html="{escaped(markup)}"></iframe>'
+    )
 
 
 def balanced(markup: str) -> str:

@@ -28,7 +28,8 @@ import ipywidgets
 import traitlets
 
 from nblaunch import _notebook
-from nblaunch.view.panel_ranks import Delta, Drawing
+from nblaunch.view.html import STDERR
+from nblaunch.view.panel_parts import Delta, Drawing
 
 # Seconds after which a page that does not answer, or has just come, is sent everything again: what came while
 # it was loading the panel's script is lost.
@@ -85,7 +86,7 @@ class Panel(anywidget.AnyWidget):
     """
 
     _esm = _packed("panel.js")
-    _css = _packed("panel.css")
+    _css = f"{_packed('panel.css')}\n.nblaunch-panel .nblaunch-stderr {{ {STDERR} }}"
 
     comm: Any  # ipywidgets has no types
     name: traitlets.Unicode[str, str | bytes] = traitlets.Unicode().tag(sync=True)

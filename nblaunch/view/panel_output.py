@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import NotRequired, TypedDict
@@ -19,6 +20,7 @@ KEPT = 500
 _MOST_RUNS = 200
 _OVERHEAD = 12
 _LEAST = 300
+_ROW_COST = 20
 
 WAITING = ("waiting", "")
 PanelPiece = str | tuple[object, ...]
@@ -37,6 +39,8 @@ class Tail:
         self.kept: dict[int, PanelPiece] = {}
         self.base = 0
         self.seen: Transcript | None = None
+        self.served = 0.0
+        """When lines of it were sent last."""
         self._screen = LiveScreen()
         self._displays: dict[int, Display] = {}
         self._waiting: dict[int, Display] = {}
@@ -69,6 +73,10 @@ class Tail:
                 number = self._screen.seal()
                 self._displays[number] = self._waiting[number] = entry
         self._changed.update(self._screen.touched())
+        if len(self._changed) > 2 * KEPT:
+            last = {row.stream: number for number, row in self._changed.items()}.values()
+            wanted = {*list(self._changed)[-KEPT:], *self.kept, *last}
+            self._changed = {number: row for number, row in self._changed.items() if number in wanted}
         if self._displays:
             self._update_displays(transcript)
         return cleared
@@ -116,16 +124,6 @@ class Tail:
             del self._waiting[number]
             self._keep([(number, piece)])
             yield number, piece, cost
-
-    def last_sent(self, room: int) -> list[tuple[int, PanelPiece]]:
-        """Return the last of the pieces that were sent, as many as `room` allows."""
-        found: list[tuple[int, PanelPiece]] = []
-        for number, piece in sorted(self.kept.items(), reverse=True):
-            room -= _size(piece)
-            if room < 0:
-                break
-            found.append((number, piece))
-        return found[::-1]
 
     @property
     def busy(self) -> bool:
@@ -215,10 +213,11 @@ def _plain_piece(stream: Stream, text: str) -> PanelPiece:
     return (1, text) if stream is Stream.STDERR else text
 
 
-def _size(piece: object) -> int:
+def size_of_piece(piece: object) -> int:
+    """Return about how many bytes it takes to send a piece."""
     if isinstance(piece, str):
         return len(piece) + _OVERHEAD
-    return sum(map(_size, piece)) if isinstance(piece, tuple) else 1
+    return sum(map(size_of_piece, piece)) if isinstance(piece, tuple) else 1
 
 
 # The output of all ranks, as it is sent to the panel: what is new, and no more of it than a page can take.
@@ -227,9 +226,9 @@ def _size(piece: object) -> int:
 READ_CHARACTERS = 20_000
 """Text of all ranks together that is drawn in one tick; of more only the end."""
 SENT_CHARACTERS = 16_000
-"""Lines of all ranks together that are sent in one tick."""
-WHOLE_CHARACTERS = 1_500_000
-"""Pieces of all ranks together that a page gets when it starts; of more the latest."""
+"""Lines of all ranks together that are sent in one tick, after a while without any."""
+LINES_PER_SECOND = 20_000
+"""Characters of lines, when ranks print without a pause: no reader follows more."""
 _RATE = 300_000
 _BURST = 600_000
 _LARGEST = 2_000_000
@@ -267,6 +266,7 @@ class Feed:
         """Whether something waits to be sent."""
         self._attempt = 0
         self._allowance = float(_BURST)
+        self._room = float(SENT_CHARACTERS)
         self._filled: float | None = None
 
     def news(self, state: RunState, now: float) -> News | None:
@@ -276,14 +276,28 @@ class Feed:
         batch = _Batch(self._attempt)
         for rank, tail in self._read(state).items():
             batch.lines(rank)["clear"] = tail.base
-        if self._filled is not None:
-            self._allowance = min(self._allowance + _RATE * (now - self._filled), _BURST)
+        passed = 0.0 if self._filled is None else now - self._filled
+        self._allowance = min(self._allowance + _RATE * passed, _BURST)
+        self._room = min(self._room + LINES_PER_SECOND * passed, SENT_CHARACTERS)
         self._filled = now
         busy = {rank: tail for rank, tail in self._tails.items() if tail.busy}
-        limit = max(fair_limit((tail.cost() for tail in busy.values()), SENT_CHARACTERS), _LEAST)
-        for rank, tail in busy.items():
+        # Where there is no room for all, they have turns; what many ranks print is sent once.
+        turns = sorted(busy.items(), key=lambda each: each[1].served)
+        room = int(max(self._room, 0))
+        costs = (tail.cost() for _, tail in turns[: max(room // _LEAST, 1)])
+        limit = max(fair_limit(costs, room), _LEAST)
+        paid: set[tuple[PanelPiece, int]] = set()
+        for rank, tail in turns:
+            if self._room <= 0 and paid:
+                break
+            tail.served = now
+            counts: Counter[PanelPiece] = Counter()
             for number, piece in tail.lines(limit):
                 batch.add(rank, number, piece)
+                counts[piece] += 1
+                if (piece, counts[piece]) not in paid:
+                    paid.add((piece, counts[piece]))
+                    self._room -= size_of_piece(piece) + _ROW_COST
         for rank, tail in busy.items():
             # After a while without any, one of any size.
             first = _LARGEST if self._allowance >= _BURST else 0
@@ -292,16 +306,6 @@ class Feed:
                 self._allowance -= cost if batch.add(rank, number, piece) else 0
         self.busy = any(tail.busy for tail in busy.values())
         return batch.news if batch.news["tails"] else None
-
-    def whole(self) -> News:
-        """Return all that was sent and is still there, for a page that starts now."""
-        batch = _Batch(self._attempt)
-        limit = WHOLE_CHARACTERS // max(len(self._tails), 1)
-        for rank, tail in self._tails.items():
-            batch.lines(rank)["clear"] = tail.base
-            for number, piece in tail.last_sent(limit):
-                batch.add(rank, number, piece)
-        return batch.news
 
     def _read(self, state: RunState) -> dict[int, Tail]:
         """Read what is new; return the tails that were cleared."""

@@ -31,8 +31,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\t]")
 
 
 PLAIN = 0
-"""A style is a number that panel.js reads too: a colour, 1 to 6 (red, green, yellow, blue, magenta, cyan) or
-0 for none, and flags. 256 and 24-bit colours are drawn as the nearest of the six, greys as plain text: each
+"""A style is a number: a colour, 1 to 6 (red, green, yellow, blue, magenta, cyan) or 0 for none,
+and flags. 256 and 24-bit colours are drawn as the nearest of the six, greys as plain text: each
 of the six can be read on a light and on a dark page, which an arbitrary colour cannot."""
 COLOR, BOLD, ITALIC, UNDERLINE = 7, 8, 16, 32
 _SET = {1: BOLD, 3: ITALIC, 4: UNDERLINE}

@@ -21,7 +21,7 @@ from nblaunch.protocol.messages import Logged, encode
 from nblaunch.protocol.metrics import packed, table
 from nblaunch.protocol.state import RunState, advance, decode_folded
 from nblaunch.view.display import html_and_text
-from nblaunch.view.panel_ranks import Drawing
+from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header
 
 NAMES = ("loss", "lr", "grad_norm", "tokens/s", "val/accuracy")
@@ -70,7 +70,7 @@ def simulated(ranks: int, seconds: int, *, by_rank: bool) -> None:
             now += 1 / BATCHES_PER_SECOND / (DRAWS_PER_SECOND // BATCHES_PER_SECOND)
             delta = drawing.changes(state, now)
             if delta is not None:
-                sent += len(json.dumps(delta["curves"]))
+                sent += len(json.dumps(delta))
         spent += time.thread_time() - began
         points += len(batch) * POINTS_PER_SECOND // BATCHES_PER_SECOND
     what = "a line per rank" if by_rank else "a band"

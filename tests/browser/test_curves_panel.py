@@ -25,19 +25,25 @@ for step in range(60):
 
 def curves_of(front):
     """Return the charts in the panel, by name."""
-    return {name: front.panel.get_by_role("figure").filter(has_text=name) for name in ("loss", "lr")}
+    figures = front.panel.get_by_role("figure")
+    return {name: figures.filter(has=front.page.get_by_text(name, exact=True)) for name in ("loss", "lr")}
+
+
+# Of a drawing: the band over the ranks, and lines.
+BAND, LINES = "path[fill-opacity]", "path[fill=none]"
 
 
 def test_curves_are_live_with_a_band_a_log_scale_and_the_rank_that_is_apart(front, gate, looks_well):
     front.start(f"{TRAINING}{gate.wait()}")
     charts = curves_of(front)
-    expect(charts["loss"].locator(".nblaunch-band")).to_have_count(1)
+    expect(charts["loss"].locator(BAND)).to_have_count(1)
     expect(charts["loss"].locator("svg")).to_contain_text("rank 2")
-    expect(charts["loss"]).to_contain_text(re.compile(r"mean of 4 ranks.*rank 2 apart: 0\.\d+"))
+    words = front.panel.get_by_text(re.compile(r"loss .*mean of 4 ranks.*rank 2 apart: 0\.\d+"))
+    expect(words).to_be_visible()
     expect(charts["lr"].locator("svg")).not_to_contain_text("rank 2")
-    names = front.panel.locator(".nblaunch-name")
-    expect(names).to_have_text(["loss", "lr", "val/accuracy"])
-    looks_well(front.panel.locator(".nblaunch-curves"), "band", live=True)
+    drawn = front.panel.get_by_role("figure")
+    expect(drawn).to_have_text([re.compile(name) for name in ("loss", "lr", "val/accuracy")])
+    looks_well(front.panel, "band", live=True)
     labels = charts["loss"].locator("svg").text_content
     linear = labels()
     scale = front.panel.get_by_role("button", name="Log scale")
@@ -47,8 +53,8 @@ def test_curves_are_live_with_a_band_a_log_scale_and_the_rank_that_is_apart(fron
     assert labels() != linear
     each = front.panel.get_by_role("button", name="One line per rank")
     each.press("Enter")
-    expect(charts["loss"].locator("path.nblaunch-curve")).to_have_count(4)
-    expect(charts["loss"].locator(".nblaunch-band")).to_have_count(0)
+    expect(charts["loss"].locator(LINES)).to_have_count(4)
+    expect(charts["loss"].locator(BAND)).to_have_count(0)
     front.screenshot("ranks")
     assert front.is_running()
     gate.open()
@@ -77,8 +83,8 @@ def test_many_ranks_send_a_line_each_only_when_it_is_asked_for(front, gate):
         {gate.wait()}
     """)
     chart = curves_of(front)["loss"]
-    expect(chart.locator("path.nblaunch-curve")).to_have_count(1)
+    expect(chart.locator(LINES)).to_have_count(1)
     front.panel.get_by_role("button", name="One line per rank").click()
-    expect(chart.locator("path.nblaunch-curve")).to_have_count(10)
+    expect(chart.locator(LINES)).to_have_count(10)
     gate.open()
     front.finished()

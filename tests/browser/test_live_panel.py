@@ -101,6 +101,33 @@ def test_output_can_be_filtered_held_and_copied(front, gate):
     assert "step 66" in front.page.evaluate("() => navigator.clipboard.readText()")
 
 
+SELECTED = "() => getSelection().toString()"
+SELECT = """(log) => {
+  const walker = document.createTreeWalker(log, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode() && !walker.currentNode.data.includes("keep this"));
+  getSelection().selectAllChildren(walker.currentNode.parentElement);
+}"""
+
+
+@pytest.mark.once
+def test_selection_and_focus_survive_updates(front, gate):
+    noise = "for step in range(60):\n    print(step)\n    time.sleep(0.02)"
+    body = f"print('keep this')\n{gate.wait('first')}\n{noise}\n{gate.wait('second')}"
+    front.start(cell(2, f"{body}\nif rank == 0:\n    {gate.wait()}"))
+    expect(front.output).to_contain_text("keep this")
+    front.output.evaluate(SELECT)
+    selected = front.page.evaluate(SELECTED)
+    assert selected.strip() == "keep this"
+    gate.open("first")
+    expect(front.output).to_contain_text("[ranks 0-1] 59")
+    assert front.page.evaluate(SELECTED) == selected
+    title = front.panel.get_by_role("button", name="Rank 1", exact=True)
+    title.focus()
+    gate.open("second")
+    expect(front.panel.get_by_role("article", name="Rank 1")).to_contain_text("SUCCEEDED")
+    expect(title).to_be_focused()
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("module", ["tqdm", "tqdm.auto"])
 def test_a_tqdm_bar_is_one_live_line_for_each_rank(front, gate, module):
@@ -194,9 +221,9 @@ print("the second attempt")
 @pytest.mark.once
 def test_ten_ranks_are_tiles_of_which_one_is_chosen(front, gate):
     front.start(cell(10, f"print('from', rank)\n{gate.wait()}"))
-    tiles = front.panel.get_by_role("button", name=re.compile(r"^Rank \d+, RUNNING$"))
+    tiles = front.panel.get_by_role("gridcell", name=re.compile(r"^Rank \d+, RUNNING$"))
     expect(tiles).to_have_count(10)
-    front.panel.get_by_role("button", name="Rank 7, RUNNING").click()
+    front.panel.get_by_role("gridcell", name="Rank 7, RUNNING").click()
     card = front.panel.get_by_role("article", name="Rank 7", exact=True)
     expect(card).to_contain_text("from 7")
     assert front.is_running()
@@ -208,10 +235,10 @@ def test_64_ranks_are_calm_and_readable(front, gate):
     front.start(
         f"{options}\nprint('hello from all')\nif rank == 63:\n    print('and from me')\n{gate.wait()}"
     )
-    tiles = front.panel.get_by_role("button", name=re.compile(r"^Rank \d+, RUNNING$"))
+    tiles = front.panel.get_by_role("gridcell", name=re.compile(r"^Rank \d+, RUNNING$"))
     expect(tiles).to_have_count(64, timeout=60_000)
     expect(front.output).to_contain_text(re.compile(r"\[ranks 0-63\]\s*hello from all"))
-    front.panel.get_by_role("button", name="Rank 63, RUNNING").click()
+    front.panel.get_by_role("gridcell", name="Rank 63, RUNNING").click()
     expect(front.panel.get_by_role("article", name="Rank 63", exact=True)).to_contain_text("and from me")
     size = front.panel.bounding_box()
     assert size["height"] < 900
@@ -278,7 +305,7 @@ def test_the_panel_can_be_used_with_the_keyboard_alone(front, gate):
     front.start(cell(10, f"print('from', rank)\n{gate.wait()}"))
     # The notebook's own shortcuts, which hold where no text is edited, must not take the panel's keys.
     front.command("notebook:enter-command-mode")
-    front.panel.get_by_role("button", name="Rank 0, RUNNING").focus()
+    front.panel.get_by_role("gridcell", name="Rank 0, RUNNING").focus()
     for _ in range(3):
         front.page.keyboard.press("ArrowRight")
     front.page.keyboard.press("Enter")

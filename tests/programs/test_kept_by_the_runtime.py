@@ -325,7 +325,9 @@ from nblaunch.client.local import local
 nblaunch.run(int, nproc=1)
 print(local().runtime.root, flush=True)
 if KILLED:
-    for pid in (local().runtime.keeper.pid, os.getpid()):
+    runtime, keeper = local().runtime.welcome.pid, local().runtime.keeper.pid
+    os.kill(keeper, signal.SIGSTOP)  # neither of the two has the time to remove anything
+    for pid in (runtime, keeper, os.getpid()):
         os.kill(pid, signal.SIGKILL)
 input()
 """
@@ -337,28 +339,32 @@ def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by
 ):
     with tempfile.TemporaryDirectory(prefix="t") as base:
         environ = {**os.environ, "TMPDIR": base}
-        started = [
-            subprocess.Popen(
+
+        def started(*, killed: bool) -> tuple[subprocess.Popen[str], Path]:
+            process = subprocess.Popen(
                 [sys.executable, "-c", KILLED.replace("KILLED", str(killed))],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for killed in (True, False)
-        ]
-        dead, lives = (Path(each.stdout.readline().strip()) for each in started)
-        started[0].communicate()
-        assert (dead.parent, lives.parent) == (Path(base), Path(base))
-        assert dead.exists()
+            return process, Path(process.stdout.readline().strip())
 
-        def next_use():
-            subprocess.run([sys.executable, "-c", f"import nblaunch; {removes}"], env=environ, check=True)
-            return not dead.exists()
+        # In this order: the one that lives would remove what the other has left.
+        alive, lives = started(killed=False)
+        with alive:
+            killed, dead = started(killed=True)
+            killed.communicate()
+            assert (dead.parent, lives.parent) == (Path(base), Path(base))
+            assert dead.exists()
 
-        eventually(next_use, "it is removed, once the last of the ranks is gone", 60)
-        assert lives.exists()
-        started[1].communicate("\n")
+            def next_use():
+                subprocess.run([sys.executable, "-c", f"import nblaunch; {removes}"], env=environ, check=True)
+                return not dead.exists()
+
+            eventually(next_use, "it is removed, once the last of the ranks is gone", 60)
+            assert lives.exists()
+            alive.communicate("\n")
         assert list(Path(base).glob("nblaunch-*")) == []
 
 

@@ -138,9 +138,16 @@ def executed(kernel_client, tmp_path_factory):  # noqa: ARG001 - before any test
 
 
 def shown(notebook: Any) -> list[list[dict[str, Any]]]:
-    """Return what each run shows by MIME type."""
+    """Return what each run shows by MIME type, but for how long it took."""
     cells = [cell for cell in notebook.cells if "%%distributed" in cell.source]
-    return [[dict(each.data) for each in cell.outputs if "data" in each] for cell in cells]
+    return [
+        [
+            {kind: re.sub(r" · \d+\.\d s(?=</div>)", "", text) for kind, text in each.data.items()}
+            for each in cell.outputs
+            if "data" in each
+        ]
+        for cell in cells
+    ]
 
 
 @pytest.mark.quick

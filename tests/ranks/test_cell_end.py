@@ -6,6 +6,7 @@ import json
 import textwrap
 import time
 
+import psutil
 import pytest
 
 END = """
@@ -165,6 +166,16 @@ def test_the_ranks_of_a_session_wait_for_no_thread_until_they_are_closed(kernel,
     free.touch()
     kernel.ok("%distributed stop")
     assert sorted(each.name for each in tmp_path.glob("saved*")) == ["saved 0", "saved 1"]
+
+
+@pytest.mark.full
+def test_a_session_that_is_dropped_ends_although_a_thread_of_its_ranks_never_does(kernel, eventually):
+    kernel.ok("import gc, nblaunch\nsession = nblaunch.Session(2, shutdown_timeout=1)")
+    pids = kernel.value("""session.cell(
+        "import os, threading\\nthreading.Thread(target=threading.Event().wait).start()\\nos.getpid()"
+    ).values""")
+    kernel.ok("del session\ngc.collect()")
+    eventually(lambda: not any(map(psutil.pid_exists, pids)), "the ranks are gone", 30)
 
 
 # --- the other doors -------------------------------------------------------------------------------

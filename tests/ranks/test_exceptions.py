@@ -189,7 +189,8 @@ def test_a_text_that_no_message_can_carry_is_escaped():
     assert "\\ud83d" in failure.traceback
 
 
-@pytest.mark.parametrize("nproc", sampled([2, 4]))
+# Four write 4 MB, and report within 0.1 s of the first, if nothing else runs.
+@pytest.mark.parametrize("nproc", sampled([2, 4], ci=1))
 def test_a_megabyte_of_text_from_each_rank_costs_neither_time_nor_memory(nproc):
     def action():
         raise ValueError("begin " + "x" * (1 << 20) + " end")

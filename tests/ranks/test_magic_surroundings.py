@@ -76,7 +76,7 @@ def test_a_magic_of_the_notebook_is_refused_by_name_and_with_what_to_do(kernel):
 
 def test_where_a_fresh_cell_runs_is_decided_once(kernel):
     kernel.ok("""
-        from nblaunch.client import preparation
+        from nblaunch.protocol.client import OpenRanks
         from nblaunch.client.local import Client
         counted, asked = [], Client.ask
         def count(client, request):
@@ -86,7 +86,7 @@ def test_where_a_fresh_cell_runs_is_decided_once(kernel):
     """)
     try:
         kernel.ok("%%distributed --fresh -n 1\nrank")
-        assert kernel.ok("counted == [launch.OpenRanks]").result == "True"
+        assert kernel.ok("counted == [OpenRanks]").result == "True"
         error = kernel.fails("%%distributed --fresh -n 1 --ranks 0\nrank")
         assert "--ranks" in error.evalue
     finally:

@@ -151,14 +151,14 @@ def test_a_panel_sends_one_message_a_tick_and_no_more_than_ten_a_second(kernel):
     assert len(updates) - len(deltas) == 1, "nobody was heard, so everything is told once more"
     assert 3 <= len(deltas) <= 9
     assert all(set(delta["state"]) == {"delta"} for delta in deltas)
-    assert all(len(delta["state"]["delta"]["output"]["tails"]) == 64 for delta in deltas)
-    assert all(delta["state"]["delta"]["ranks"] is None for delta in deltas), "more output is no other state"
+    assert all(delta["state"]["delta"]["log"]["rows"] for delta in deltas)
+    assert all(delta["state"]["delta"]["parts"] == {} for delta in deltas), "more output is no other state"
 
 
 @pytest.mark.oldest
 def test_a_panel_that_is_asked_for_its_state_has_all_of_it(kernel):
     code = """
-from nblaunch.view.panel_ranks import Drawing
+from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.panel import Panel
 drawing, state = Drawing(Header("cell", "gloo"), 0.0), RunState.fresh(2)
 panel = Panel(drawing, lambda: 7.0)
@@ -167,12 +167,15 @@ for message in (Started(rank=1, time=0.0), Printed(rank=1, stream=Stream.STDOUT,
     state = advance(state, message)
 panel.show(drawing.changes(state, 2.0))
 whole, delta = panel.get_state()["whole"], panel.get_state()["delta"]
-print(sorted(whole["rows"]), whole["rows"]["1"]["state"], whole["header"]["state"], whole["age"])
-print(list(delta["ranks"]["rows"]), whole["sequence"] == delta["sequence"], whole["output"]["pieces"])
+parts = whole["parts"]
+print([key for key in parts if key[0] == "r" and key[1:].isdigit()], whole["age"])
+print("RUNNING" in parts["head"], "RUNNING" in parts["r1"], "INIT" in parts["r0"])
+rows = [row[2] for row in whole["log"]["rows"]]
+print("r0" in delta["parts"], whole["sequence"] == delta["sequence"], rows)
 panel.close()
 """
     said = [content["text"] for kind, content in kernel.execute(code) if kind == "stream"]
-    assert "".join(said) == "['0', '1'] RUNNING RUNNING 7.0\n['1'] True ['hello']\n"
+    assert "".join(said) == "['r0', 'r1'] 7.0\nTrue True True\nFalse True ['hello']\n"
 
 
 @pytest.mark.oldest
@@ -250,7 +253,7 @@ def test_a_page_that_connects_during_a_run_is_sent_the_panel_and_its_end(kernel,
     received(kernel.client, "comm_close")
     opened = [content for kind, content in messages if kind == "comm_open" and content["comm_id"] == shown]
     assert opened[0]["target_name"] == "jupyter.widget"
-    assert sorted(opened[0]["data"]["state"]["whole"]["rows"]) == ["0", "1"]
+    assert {"r0", "r1"} <= opened[0]["data"]["state"]["whole"]["parts"].keys()
     ended = [content["data"]["state"] for kind, content in messages if kind == "comm_msg"][-1]
     assert "the end" in ended["final"]["text/html"]
     assert set(ended["final"]) == {"text/html", "text/plain"}

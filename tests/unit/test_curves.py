@@ -16,7 +16,7 @@ from nblaunch.insight.curves import MOST_CURVES, Curves, curve_lines
 from nblaunch.protocol.messages import AttemptStarted
 from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
 from nblaunch.view.html import render_html
-from nblaunch.view.panel_curves import CurveFeed
+from nblaunch.view.panel_parts import CURVE_WAYS, Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 
@@ -181,61 +181,67 @@ def test_steps_may_be_any():
 # What the panel gets.
 
 
-def replayed(feed, state, *, per_second, seconds):
-    """Feed the batches of a state as they come; return what the page was sent."""
-    sent, growing, batches = [], RunState.fresh(len(state.ranks)), list(state.metrics.since(0))
+def replayed(drawing, state, *, per_second, seconds):
+    """Draw the batches of a state as they come; return what the page was sent, and the curves that it has."""
+    sent, parts, growing, batches = [], {}, RunState.fresh(len(state.ranks)), list(state.metrics.since(0))
     for tick in range(int(seconds * 10)):
         for each in batches[int(tick * per_second / 10) : int((tick + 1) * per_second / 10)]:
             growing = advance(growing, each)
-        news = feed.news(growing.metrics, tick / 10)
-        if news is not None:
-            sent.append(news)
-    return sent
-
-
-def page_of(sent):
-    """Return what the page knows after it has taken all that was sent: cells and lines by name."""
-    known = {}
-    for news in sent:
-        for name, delta in news["curves"].items():
-            cells, lines = ({}, {}) if delta["whole"] else known.get(name, ({}, {}))
-            for at in range(0, len(delta["cells"]), 4):
-                cells[delta["cells"][at]] = tuple(delta["cells"][at + 1 : at + 4])
-            for rank, points in delta["lines"].items():
-                lines.setdefault(rank, {}).update(zip(points[::2], points[1::2], strict=True))
-            known[name] = cells, {rank: line for rank, line in lines.items() if int(rank) in delta["drawn"]}
-    return known
+        delta = drawing.changes(growing, tick / 10)
+        if delta is not None:
+            sent.append(delta)
+            parts |= delta["parts"]
+    return sent, {key: part for key, part in parts.items() if re.match(r"c\d", key)}
 
 
 @pytest.mark.parametrize("by_rank", [False, True])
 def test_the_page_has_after_all_deltas_what_it_gets_as_a_whole(by_rank):
     state = run_of(12, 800, lambda rank, step: decay(rank, step) + (rank == 3 and step > 200))
-    feed = CurveFeed()
-    feed.by_rank = by_rank
-    sent = replayed(feed, state, per_second=100, seconds=10)
+    drawing = Drawing(HEADER, 0.0)
+    drawing.draw_each_rank(wanted=by_rank)
+    sent, known = replayed(drawing, state, per_second=100, seconds=11)
     assert len(sent) > 5
-    assert page_of(sent) == page_of([feed.whole()])
-    assert list(page_of(sent)["loss"][1]) == ([str(rank) for rank in range(12)] if by_rank else ["3"])
+    whole = drawing.whole(11.0)["parts"]
+    assert known == {key: whole[key] for key in known}
+    assert known.keys() == {f"c0{way}" for way in (CURVE_WAYS if by_rank else CURVE_WAYS[:2])}
+    assert lines_in(known["c0"]) == 2, "the mean, and rank 3, which is apart"
+    assert not by_rank or lines_in(known["c0.each"]) == 12
+    assert "rank 3" in whole["words"]
+
+
+def lines_in(drawing):
+    return drawing.count('fill="none"')
 
 
 def test_a_line_for_each_rank_is_sent_when_it_is_asked_for():
     state = run_of(12, 40, decay)
-    feed = CurveFeed()
-    assert page_of([feed.news(state.metrics, 0)])["loss"][1] == {}
-    feed.by_rank = True
-    assert feed.news(state.metrics, 0.1) is None
-    assert len(page_of([feed.news(state.metrics, 2)])["loss"][1]) == 12
+    drawing = Drawing(HEADER, 0.0)
+    first = drawing.changes(state, 0)
+    assert first is not None
+    assert "c0.each" not in first["parts"]
+    drawing.draw_each_rank(wanted=True)
+    asked = drawing.changes(state, 2)
+    assert asked is not None
+    assert lines_in(asked["parts"]["c0.each"]) == 12
+
+
+def test_a_logarithmic_scale_is_there_for_the_reader_who_wants_it():
+    drawing = Drawing(HEADER, 0.0)
+    drawing.changes(run_of(2, 40, decay), 0)
+    parts = drawing.whole(0)["parts"]
+    assert ">log<" in parts["c0.log"]
+    assert ">log<" not in parts["c0"]
 
 
 def test_the_page_gets_no_more_than_50_kb_a_second():
     state = run_of(64, 2000, decay)
-    feed = CurveFeed()
-    feed.by_rank = True
-    sent = replayed(feed, state, per_second=320, seconds=20)
-    assert sum(len(json.dumps(news)) for news in sent) / 20 < 50_000
+    drawing = Drawing(HEADER, 0.0)
+    drawing.draw_each_rank(wanted=True)
+    sent, _ = replayed(drawing, state, per_second=320, seconds=20)
+    assert sum(len(json.dumps(delta)) for delta in sent) / 20 < 50_000
 
 
-def test_a_feed_of_a_run_without_points_is_silent():
-    feed = CurveFeed()
-    assert feed.news(RunState.fresh(2).metrics, 0) is None
-    assert feed.whole() is None
+def test_a_run_without_points_has_no_curves_in_the_panel():
+    drawing = Drawing(HEADER, 0.0)
+    drawing.changes(RunState.fresh(2), 0)
+    assert "curves" not in drawing.whole(0)["parts"]

@@ -87,6 +87,9 @@ def test_checks_that_hang_cost_their_time_once_and_not_the_other_findings():
         report = examine([*hanging, Check("fine", lambda: [ok("fine", "so")])])
     finally:
         free.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("nblaunch-doctor"):
+                thread.join()
     assert report.seconds < 1
     assert [each.level for each in report.findings] == [*[Level.WARNING] * 5, Level.OK]
     assert report.findings[0].summary == "no answer within 0.2 s; a thread goes on waiting for it"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
+import re
 import time
 
 import msgspec
@@ -45,7 +47,7 @@ from nblaunch.protocol.state import RunState, advance, decode_state, encode_stat
 from nblaunch.view import display
 from nblaunch.view.display import TextView, html_and_text
 from nblaunch.view.html import render_html
-from nblaunch.view.panel_ranks import Drawing, Reporter, Rows
+from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.terminal_view import Terminal
 from nblaunch.view.text import render_text
@@ -148,60 +150,64 @@ def test_time_is_short_in_the_last_ten_minutes():
 # --- the panel ---------------------------------------------------------------------------------------
 
 
-def header_of(state):
-    rows = Rows(HEADER)
-    rows.news(state, 0.0)
-    return rows.header
+def parts_of(state):
+    drawing = Drawing(HEADER, 0.0)
+    drawing.changes(state, 0.0)
+    return drawing.whole(0.0)["parts"]
+
+
+def nodes_in(head):
+    """Return the class and the text of the line about nodes."""
+    found = re.search(r'<div class="(nblaunch-nodes[^"]*)">(.*?)</div>', head)
+    assert found is not None
+    return found[1], html.unescape(found[2])
 
 
 def test_the_panel_shows_the_wait_and_then_the_nodes():
     drawing = Drawing(HEADER, 0.0)
     delta = drawing.changes(waiting(), 0.0)
     assert delta is not None
-    assert delta["ranks"] is not None
-    assert delta["ranks"]["header"]["nodes"] == WAITS
+    assert nodes_in(delta["parts"]["head"])[1] == WAITS
     assert drawing.changes(waiting(), 0.1) is None, "nothing has changed"
     delta = drawing.changes(waiting(joined=2), 0.2)
     assert delta is not None
-    assert delta["ranks"] is not None
-    assert delta["ranks"]["header"]["nodes"].endswith("2 of 2 nodes here")
-    assert delta["ranks"]["rows"] == {}, "no rank has changed"
+    assert nodes_in(delta["parts"]["head"])[1].endswith("2 of 2 nodes here")
+    assert list(delta["parts"]) == ["head"], "no rank has changed"
     drawing.changes(advance(waiting(), lasting(1620)), 0.3)
     whole = json.loads(json.dumps(drawing.whole(0.4)))
-    assert whole["header"]["nodes"] == "slurm job 3 on hA,hB, 27 min left"
-    assert whole["header"]["soon"] == ""
+    assert nodes_in(whole["parts"]["head"]) == ("nblaunch-nodes", "slurm job 3 on hA,hB, 27 min left")
 
 
 def test_the_panel_warns_of_the_last_minutes():
-    header = header_of(advance(waiting(), lasting(300)))
-    assert header["nodes"].endswith("5 min left")
-    assert header["soon"]
+    name, line = nodes_in(parts_of(advance(waiting(), lasting(300)))["head"])
+    assert line.startswith("⚠")
+    assert line.endswith("5 min left")
+    assert name == "nblaunch-nodes nblaunch-soon"
 
 
 def test_the_panel_names_the_notebooks_machine_only_if_no_engine_places_nodes():
-    assert header_of(RunState.fresh(2))["node"] == "notebook-host"
-    assert header_of(RunState.fresh(2))["nodes"] == ""
-    assert header_of(waiting())["node"] == ""
+    here = parts_of(RunState.fresh(2))["head"]
+    assert " · notebook-host<" in here
+    assert "nblaunch-nodes" not in here
+    assert "notebook-host" not in parts_of(waiting())["head"]
 
 
 def test_each_rank_in_the_panel_has_its_host_where_there_are_several():
-    rows = Rows(HEADER)
-    news = rows.news(on_two_hosts(), 0.0)
-    assert news is not None
-    assert [row.get("host") for row in news["rows"].values()] == list(HOSTS)
-    alone = on_host(RunState.fresh(1), 0, "hA")
-    news = Rows(HEADER).news(alone, 0.0)
-    assert news is not None
-    assert "host" not in news["rows"]["0"]
+    parts = parts_of(on_two_hosts())
+    for rank, host in enumerate(HOSTS):
+        assert f'data-host="{host}">{host} · ' in parts[f"r{rank}"]
+    alone = parts_of(on_host(RunState.fresh(1), 0, "hA"))
+    assert "hA" not in alone["r0"]
 
 
 def test_a_host_is_sent_when_the_second_one_comes():
-    rows = Rows(HEADER)
+    drawing = Drawing(HEADER, 0.0)
     state = on_host(RunState.fresh(2), 0, "hA")
-    rows.news(state, 0.0)
-    news = rows.news(on_host(state, 1, "hB"), 0.1)
-    assert news is not None
-    assert [row["host"] for row in news["rows"].values()] == ["hA", "hB"]
+    drawing.changes(state, 0.0)
+    delta = drawing.changes(on_host(state, 1, "hB"), 0.1)
+    assert delta is not None
+    for rank, host in enumerate(("hA", "hB")):
+        assert f'data-host="{host}"' in str(delta["parts"][f"r{rank}"])
 
 
 # --- terminals and text ------------------------------------------------------------------------------
@@ -321,9 +327,7 @@ def test_failures_and_their_consequences_name_the_host_in_every_view():
     assert "rank 0 on hA: consequence of rank 3 on hB" in text
     assert "ranks 1-2: STOPPED, because of rank 3 on hB" in text
     assert "Root cause: rank 3 on hB:" in render_html(state, HEADER)
-    report = Reporter().news(state)
-    assert report is not None
-    assert report["causes"][0]["ranks"] == "rank 3 on hB"
+    assert "Root cause: rank 3 on hB:" in parts_of(state)["failure"]
 
 
 def test_the_error_of_a_run_names_the_host():

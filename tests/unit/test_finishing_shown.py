@@ -17,7 +17,7 @@ from nblaunch.protocol.messages import (
     Where,
 )
 from nblaunch.protocol.state import RunState, advance
-from nblaunch.view.panel_ranks import Rows
+from nblaunch.view.panel_parts import RankNotes
 from nblaunch.view.summary import Header
 from nblaunch.view.terminal_view import LiveLines, Terminal
 from nblaunch.view.text import render_text
@@ -36,15 +36,14 @@ def after(*messages) -> RunState:
     return state
 
 
-def mark(rows: Rows, state: RunState) -> str | None:
-    news = rows.news(state, 0.0)
-    assert news is not None
-    assert "mark" not in rows.rows["0"]
-    return rows.rows["1"].get("mark")
+def mark(ranks: RankNotes, state: RunState) -> str | None:
+    assert 1 in ranks.update(state, 0.0)
+    assert 0 not in ranks.marks
+    return ranks.marks.get(1)
 
 
 def test_the_panel_marks_the_rank_until_it_has_finished():
-    rows = Rows(HEADER)
+    rows = RankNotes()
     assert mark(rows, after(SAVES)) == "is finishing: thread save"
     assert (
         mark(rows, after(SAVES, Finishing(rank=1, what="exit functions"))) == "is finishing: exit functions"
@@ -53,9 +52,9 @@ def test_the_panel_marks_the_rank_until_it_has_finished():
 
 
 def test_the_panel_marks_a_rank_that_has_failed_too():
-    rows, failed = Rows(HEADER), Raised(rank=1, failure=BOOM)
+    rows, failed = RankNotes(), Raised(rank=1, failure=BOOM)
     assert mark(rows, after(failed, SAVES)) == "is finishing: thread save"
-    assert rows.rows["1"]["state"] == "FAILED"
+    assert rows.states[1].state == "FAILED"
     assert mark(rows, after(failed, SAVES, Exited(rank=1, exitcode=1, time=3.0))) is None
 
 

@@ -27,7 +27,7 @@ from nblaunch.protocol.messages import (
 from nblaunch.protocol.reports import HangReport, LocatedAll, by_host
 from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
 from nblaunch.view.html import render_html
-from nblaunch.view.panel_ranks import Drawing, Reporter, Rows
+from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header, hang_lines, headline
 from nblaunch.view.terminal_view import Terminal
 from nblaunch.view.text import render_text
@@ -161,33 +161,37 @@ def test_a_terminals_status_folds_hosts():
     assert status_of(on_hosts(16)) == "[nblaunch] 16 running, 0 s"
 
 
+def parts_of(state):
+    drawing = Drawing(HEADER, 0.0)
+    drawing.changes(state, 0.0)
+    return drawing.whole(0.0)["parts"]
+
+
 def test_the_panel_has_the_fold_in_its_head_and_sends_it_only_when_it_changes():
     drawing = Drawing(HEADER, 0.0)
     state = on_hosts(512)
     delta = drawing.changes(state, 0.0)
     assert delta is not None
-    assert delta["ranks"] is not None
-    assert delta["ranks"]["header"]["hosts"] == "64 hosts x 8 ranks: RUNNING"
+    assert '<div class="nblaunch-hosts"><div>64 hosts x 8 ranks: RUNNING</div></div>' in str(
+        delta["parts"]["head"]
+    )
     assert drawing.changes(state, 0.1) is None
     delta = drawing.changes(advance(state, Raised(rank=139, failure=FAILED)), 0.2)
     assert delta is not None
-    assert delta["ranks"] is not None
-    assert list(delta["ranks"]["rows"]) == ["139"]
-    assert delta["ranks"]["header"]["hosts"].split("\n")[1].startswith("h017: rank 139 FAILED")
+    assert "</div><div>h017: rank 139 FAILED" in str(delta["parts"]["head"])
+    assert [key for key in delta["parts"] if key[0] in "rh" and key[1:].isdigit()] == ["r139", "h17"]
 
 
 def test_up_to_eight_ranks_have_cards_that_name_their_hosts():
-    rows = Rows(HEADER)
-    rows.news(on_hosts(8, 4), 0.0)
-    assert rows.header["hosts"] == ""
+    parts = parts_of(on_hosts(8, 4))
+    assert "nblaunch-hosts" not in parts["head"]
+    assert 'data-host="h001"' in parts["r7"]
 
 
 def test_an_earlier_attempt_in_the_panel_names_hosts():
     state = advance(on_hosts(4, 2), Raised(rank=3, failure=FAILED))
     state = advance(state, AttemptStarted(number=1, world_size=4, time=3.0, reason="failure"))
-    report = Reporter().news(state)
-    assert report is not None
-    assert report["attempts"][0]["lines"] == ["rank 3 on h001: ValueError: boom"]
+    assert "Root cause: rank 3 on h001:</strong>" in parts_of(state)["tabs"]
 
 
 # --- nodes that are awaited, and what becomes known with them ---------------------------------------------
@@ -195,11 +199,10 @@ def test_an_earlier_attempt_in_the_panel_names_hosts():
 
 def test_while_nodes_are_awaited_no_rank_is_promised():
     state = advance(RunState.fresh(2), WAITING)
-    rows = Rows(HEADER)
-    rows.news(state, 0.0)
-    assert rows.header["state"] == "WAITING"
-    assert rows.header["waits"]
-    assert rows.header["what"] == "cell", "neither their number nor their backend is known"
+    head = parts_of(state)["head"]
+    assert ">WAITING</span>" in head
+    assert "nblaunch-waits" in head
+    assert ">cell</span>" in head, "neither their number nor their backend is known"
 
 
 def test_the_backend_in_the_head_is_that_of_the_nodes_once_they_have_met():

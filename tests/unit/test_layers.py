@@ -20,20 +20,8 @@ PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
 LAYERS = (
     *("data", "options", "protocol", "insight", "results", "capture", "probes", "rank"),
-    *(
-        "diagnose",
-        "host",
-        "group",
-        "nodes",
-        "runtime",
-        "client",
-        "view",
-        "export",
-        "checks",
-        "magic",
-        "testing",
-        "door",
-    ),
+    *("diagnose", "host", "group", "nodes", "runtime", "client"),
+    *("view", "export", "checks", "magic", "testing", "door"),
 )
 """Lowest first. `data` is every top-level module but `_results` and the doors; the others are folders."""
 
@@ -422,6 +410,41 @@ def types_of(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
+def test_no_two_modules_share_a_name():
+    names = [path.stem for path in MODULES if not path.stem.startswith("__")]
+    assert sorted(names) == sorted(set(names))
+
+
+OTHER_WORDS = {"give", "gives", "giver", "meet", "meets", "wish", "fate", "said", "look", "looks", "remark"}
+"""The field says submit, owner, rendezvous, request, status, reported, query, and notice."""
+
+
+def test_names_are_the_words_of_the_field():
+    found = {
+        f"{module_name(path)}: {name}"
+        for path in MODULES
+        for name in names_given_by(ast.parse(path.read_text()))
+        if OTHER_WORDS & {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
+    }
+    assert found == set()
+
+
+def names_given_by(tree: ast.AST) -> Iterator[str]:
+    """Yield every name that a module gives to something."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case (
+                ast.arg(arg=name)
+                | ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+            ):
+                yield name
+            case _:
+                pass
+
+
 def test_no_function_is_too_long_to_read():
     functions = {
         f"{module_name(path)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
@@ -691,12 +714,12 @@ def test_a_module_imports_only_those_that_its_package_names_before_it(package):
     assert too_early == []
 
 
-def test_contributing_has_the_map_and_names_rooms_that_are_there():
-    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+def test_the_map_of_the_code_has_every_layer_and_names_modules_that_are_there():
+    text = (PACKAGE.parent / "notebooks" / "docs" / "code-map.md").read_text()
     drawn = re.findall(r"^([a-z]+|_results)  +\S", text, flags=re.MULTILINE)
     assert [name.strip("_") for name in drawn] == [name for name in LAYERS if name not in {"data", "door"}]
-    rooms = {name for name in re.findall(r"`(\w+/[\w.]+)`", text) if name.split("/")[0] in PACKAGES}
-    assert len(rooms) > len(PACKAGES)
-    assert [name for name in rooms if not (PACKAGE / name).is_file()] == []
+    modules = {name for name in re.findall(r"`(\w+/[\w.]+)`", text) if name.split("/")[0] in PACKAGES}
+    assert len(modules) > len(PACKAGES)
+    assert [name for name in modules if not (PACKAGE / name).is_file()] == []
     tests = re.findall(r"`((?:unit|ranks|programs)/\w+\.py)`", text)
     assert [name for name in tests if not (PACKAGE.parent / "tests" / name).is_file()] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import time
 import warnings
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from nblaunch.protocol.reports import held_lines
 from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
 from nblaunch.rank import memory
 from nblaunch.view.html import render_html
-from nblaunch.view.panel_ranks import Rows, _report
+from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 
@@ -54,23 +55,20 @@ def returned(used):
     return state
 
 
-def row_of(rows, state):
-    news = rows.news(state, time.monotonic())
-    assert news is not None
-    return news["rows"]["0"]
+def used_by(drawing, state):
+    drawing.changes(state, time.monotonic())
+    return drawing.whole(time.monotonic())["parts"]["u0"]
 
 
 # --- in the state, the panel, the saved notebook ----------------------------------------------------------
 
 
 def test_the_panel_shows_what_a_rank_has_now_and_had_at_most_and_its_peak_once_it_has_ended():
-    rows = Rows(HEAD)
+    drawing = Drawing(HEAD, time.monotonic())
     usage = Usage(cpu_percent=5.0, memory=MIB, memory_peak=9 * MIB)
-    row = row_of(rows, advance(running(), Measured(usages={0: usage})))
-    assert (row["memory"], row["memory_peak"]) == (MIB, 9 * MIB)
-    row = row_of(rows, returned(USED))
-    assert row["memory_peak"] == 3 * MIB
-    assert "memory" not in row
+    state = advance(running(), Measured(usages={0: usage}))
+    assert used_by(drawing, state) == "CPU 5 % · 1 MiB · peak 9 MiB"
+    assert used_by(drawing, returned(USED)) == "peak 3 MiB"
 
 
 def test_what_a_rank_used_travels_with_the_state_and_a_dead_rank_has_what_was_measured_last():
@@ -102,7 +100,9 @@ def test_what_was_held_is_a_table_in_the_saved_page_and_in_the_panel_and_escaped
     assert "What it held" in page
     assert "rows[&#x27;&lt;b&gt;&#x27;] (cell line 3 in train)" in page
     assert "<b>" not in page
-    lines = str(_report(state)["causes"][0]["traceback"])
+    drawing = Drawing(HEAD, 0.0)
+    drawing.changes(state, 0.0)
+    lines = html.unescape(drawing.whole(0.0)["parts"]["failure"])
     assert "64 MiB  4 x float32[4]  rows['<b>']" in lines
     assert "1 MiB  float32[4]      made at cell line 9" in lines
     assert render_text(state, HEAD) == render_text(failed(()), HEAD)

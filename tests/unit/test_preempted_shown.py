@@ -7,7 +7,7 @@ import pytest
 from nblaunch.protocol.messages import Exited, Hello, Payload, Returned, RunPreempted, Started
 from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
 from nblaunch.view.html import render_html
-from nblaunch.view.panel_ranks import Drawing
+from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 
@@ -40,11 +40,10 @@ def test_it_is_in_all_views(preempted):
     assert "Root cause" not in html
     drawing = Drawing(HEADER, 0.0)
     drawing.changes(preempted, 1.0)
-    shown = drawing.whole(1.0)
-    assert (shown["header"]["state"], shown["header"]["icon"]) == ("PREEMPTED", "▣")
-    assert shown["report"] is not None
-    assert shown["report"]["warnings"] == [f"warning: preempted: {WHY}"]
-    assert shown["report"]["causes"] == []
+    parts = drawing.whole(1.0)["parts"]
+    assert ">▣</span>PREEMPTED</span>" in parts["head"]
+    assert f"warning: preempted: {WHY}" in parts["failure"]
+    assert "Root cause" not in parts["failure"]
 
 
 def test_a_live_panel_says_it_at_once():
@@ -54,9 +53,8 @@ def test_a_live_panel_says_it_at_once():
     drawing.changes(running, 0.5)
     news = drawing.changes(advance(running, RunPreempted(why=WHY)), 1.0)
     assert news is not None
-    assert news["report"] is not None
-    assert news["report"]["warnings"] == [f"warning: preempted: {WHY}"]
-    assert drawing.whole(1.0)["header"]["state"] == "INIT"
+    assert f"warning: preempted: {WHY}" in str(news["parts"]["failure"])
+    assert "INIT</span>" in drawing.whole(1.0)["parts"]["head"]
 
 
 def test_another_process_sees_the_same(preempted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from servers import NoServer
 
+from nblaunch.host import rank_host
 from nblaunch.host.local_host import LocalHost
 from nblaunch.host.rank_host import RankHost
 from nblaunch.host.settings import AgentSettings, RendezvousConfig, Worker
@@ -20,11 +22,14 @@ from nblaunch.protocol.client import Event
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
+    Dispatch,
     Exited,
     FailureRecord,
     Finishing,
     FromRank,
+    FunctionJob,
     Hello,
+    Payload,
     Prepare,
     Raised,
     ToRank,
@@ -32,6 +37,7 @@ from nblaunch.protocol.messages import (
 )
 
 SECONDS = 10
+A_JOB = Dispatch(job=FunctionJob(), payload=Payload(()))
 ON_GPUS = Prepare(environ=(), cwd=b"/", path=(), device_type="cuda")
 
 
@@ -70,7 +76,9 @@ class Owner:
 class Scene:
     """A host whose two ranks have said hello."""
 
-    def __init__(self, local: LocalHost, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, local: LocalHost, directory: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool = False
+    ) -> None:
         self.owner, self.sent, self.hub = Owner(), list[tuple[int, ToRank]](), local.hub
         settings = AgentSettings(
             nproc=2,
@@ -79,7 +87,7 @@ class Scene:
             log_dir=directory,
             rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
         )
-        self.host = RankHost(local, settings, self.owner, directory, keep=False)
+        self.host = RankHost(local, settings, self.owner, directory, keep=keep)
         monkeypatch.setattr(self.hub, "send", lambda _host, rank, message: self.sent.append((rank, message)))
         self.host.attempt_starting(0, 2, "started")
         self.host.attempt_started(0, 2, tuple(Worker(rank, rank, 1) for rank in range(2)))
@@ -95,6 +103,15 @@ class Scene:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     local = LocalHost(NoServer())
     made = Scene(local, tmp_path, monkeypatch)
+    yield made
+    made.host.stop()
+    local.close()
+
+
+@pytest.fixture
+def kept_scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    local = LocalHost(NoServer())
+    made = Scene(local, tmp_path, monkeypatch, keep=True)
     yield made
     made.host.stop()
     local.close()
@@ -119,6 +136,30 @@ def test_all_ranks_let_go_of_nccl_before_one_is_killed(scene):
     assert time.monotonic() - began < 1.9, "it waits for no more than the answers"
 
 
+def test_a_rank_that_died_before_the_others_let_go_of_nccl_does_not_stand_for_them(scene):
+    scene.hub.run(lambda: [scene.host.send(rank, ON_GPUS) for rank in range(2)] and None)
+    scene.sent.clear()
+    ending = threading.Thread(target=scene.host.ranks_ending)
+
+    def together() -> None:
+        # As the agent does when a second rank dies: both are queued before the hub's next turn.
+        scene.host.worker_exited(1, -9, expected=False)
+        ending.start()
+        while not ending.ident:
+            pass
+
+    scene.hub.run(together)
+    began = time.monotonic()
+    while not scene.sent:
+        assert time.monotonic() < began + SECONDS
+    assert scene.sent == [(0, Abort())]
+    ending.join(0.2)
+    assert ending.is_alive(), "rank 0 is still inside NCCL"
+    scene.say(Aborted(rank=0))
+    ending.join(SECONDS)
+    assert not ending.is_alive()
+
+
 def test_a_rank_that_ends_as_a_script_does_is_waited_for_as_long_as_it_works(scene):
     agent = scene.host.agent
     assert agent is not None
@@ -126,6 +167,38 @@ def test_a_rank_that_ends_as_a_script_does_is_waited_for_as_long_as_it_works(sce
     assert agent._leave_by < time.monotonic() + SECONDS
     scene.say(Finishing(rank=0, what="thread save"))
     assert agent._leave_by == math.inf
+
+
+def test_a_session_s_rank_has_the_shutdown_timeout_and_no_longer(kept_scene):
+    agent = kept_scene.host.agent
+    agent.release(succeeded=True, others=frozenset())
+    kept_scene.say(Finishing(rank=0, what="thread save"))
+    assert agent._leave_by < time.monotonic() + SECONDS
+
+
+def test_ranks_are_measured_while_they_have_a_job(scene, kept_scene):
+    measured = kept_scene.host._state
+    assert not measured().ranks
+    kept_scene.hub.run(lambda: kept_scene.host.send(1, A_JOB) and None)
+    assert list(measured().ranks) == [1]
+    kept_scene.say(Raised(rank=1, failure=FailureRecord(type="E", message="", traceback="")))
+    assert not measured().ranks
+    # Those of a run have one from the beginning.
+    assert list(scene.host._state().ranks) == [0, 1]
+
+
+def test_a_measurement_that_began_before_the_ranks_were_prepared_knows_their_gpus(scene, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def measuring(*_, **keywords):
+        seen.append(keywords["seen"])
+        yield
+
+    monkeypatch.setattr(rank_host, "measuring", measuring)
+    scene.hub.run(lambda: scene.host.measure(wanted=True))
+    scene.hub.run(lambda: [scene.host.send(rank, ON_GPUS) for rank in range(2)] and None)
+    assert [each is None for each in seen] == [True, False]
 
 
 def test_ranks_that_have_no_gpu_are_killed_at_once(scene):

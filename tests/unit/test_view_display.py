@@ -35,7 +35,7 @@ from nblaunch.view.display import (
     html_and_text,
     view_of,
 )
-from nblaunch.view.panel_ranks import Drawing
+from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 
@@ -247,7 +247,7 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
         state = advance(state, out(0, f"{now[0]}\n"))
         view.draw(state)
     assert 9 <= len(panel.shown) <= 10
-    assert all(list(delta["output"]["tails"]) == ["0"] for delta in panel.shown)
+    assert all({row[1] for row in delta["log"]["rows"]} == {"0"} for delta in panel.shown)
     now[0] += 1
     view.draw(state)
     drawn = len(panel.shown)
@@ -329,7 +329,7 @@ def test_the_stop_button_of_a_run_that_is_only_watched_says_so():
     for watched, text in [(False, "Stop"), (True, "Stop watching")]:
         rows = Drawing(Header("cell", "gloo", watched=watched), 0.0)
         rows.changes(run_of(1), 0.0)
-        assert rows.whole(0.0)["header"]["stop"] == text
+        assert f'aria-label="{text}"' in rows.whole(0.0)["parts"]["head"]
 
 
 class CountingPanel(StoppedPanel):
@@ -344,7 +344,7 @@ class CountingPanel(StoppedPanel):
         return False
 
 
-@pytest.mark.parametrize(("ranks", "least"), [(2, 10_000), (256, 200_000)])
+@pytest.mark.parametrize(("ranks", "least"), [(2, 8_000), (256, 8_000)])
 def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(monkeypatch, ranks, least):
     module = type(sys)("nblaunch.view.panel")
     vars(module)["Panel"] = CountingPanel
@@ -363,8 +363,8 @@ def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(monk
             state = advance(state, out(rank, lines))
         view.draw(state)
     view.close(state)
-    # The last message is sent before it is paid for.
-    assert least < CountingPanel.size / seconds < 1.1 * display.BYTES_PER_SECOND
+    # What was saved up is sent first, and the last message before it is paid for.
+    assert least < CountingPanel.size / seconds < 60_000 < display.BYTES_PER_SECOND
 
 
 class BusyPanel(StoppedPanel):
@@ -373,7 +373,7 @@ class BusyPanel(StoppedPanel):
     lines: ClassVar[list[str]] = []
 
     def show(self, delta):
-        self.lines.extend(delta["output"]["pieces"])
+        self.lines.extend(row[2] for row in delta["log"]["rows"])
         until = time.thread_time() + 0.05
         while time.thread_time() < until:
             pass
@@ -449,7 +449,8 @@ def test_a_page_that_cannot_be_heard_is_told_everything_a_few_times(panel):
 
 def test_the_panel_never_makes_markup_of_what_a_rank_said_but_in_a_frame_that_runs_no_script():
     script = (Path(display.__file__).parent / "panel.js").read_text(encoding="utf-8")
+    # What comes from Python is escaped there: test_view_panel.test_nothing_that_a_rank_says_becomes_markup.
     assert script.count("srcdoc") == 1
-    assert 'setAttribute("sandbox", "allow-same-origin")' in script
+    assert 'setAttribute(frame, "sandbox", "allow-same-origin")' in script
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "://"):
         assert way not in script

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 
 import msgspec
 import pytest
@@ -16,11 +17,15 @@ from nblaunch.protocol.messages import (
     Colored,
     Displayed,
     FailureRecord,
+    Finishing,
     FrameRecord,
+    JobAssigned,
     Measured,
     Payload,
+    Phase,
     Printed,
     Raised,
+    RankPlace,
     Reached,
     Returned,
     Started,
@@ -28,12 +33,12 @@ from nblaunch.protocol.messages import (
     Usage,
     Where,
 )
-from nblaunch.protocol.reports import LocatedAll
+from nblaunch.protocol.reports import LocatedAll, format_ranks
 from nblaunch.protocol.state import RunState, advance
-from nblaunch.view import panel_output, panel_ranks
+from nblaunch.view import panel_parts
 from nblaunch.view.output import items_of
-from nblaunch.view.panel_output import KEPT, WAITING, Feed
-from nblaunch.view.panel_ranks import BEHIND, SILENT, UNFINISHED, Drawing, Reporter, Rows, Stragglers
+from nblaunch.view.panel_output import WAITING, Feed
+from nblaunch.view.panel_parts import BEHIND, SILENT, UNFINISHED, Drawing, Stragglers, groups_of, usage_of
 from nblaunch.view.screen import WIDEST, Line
 from nblaunch.view.summary import Header
 
@@ -86,6 +91,29 @@ def some(news):
     """Return news that must be there."""
     assert news is not None
     return news
+
+
+class Html(HTMLParser):
+    """Reads HTML as a browser does."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.tags: set[str] = set()
+        self.names: set[str] = set()
+        self.opened: list[str] = []
+        self.sound = True
+        self.feed(content)
+        self.close()
+        self.sound = self.sound and not self.opened
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.names |= {name for name, _ in attrs}
+        if tag not in ("wbr", "img"):
+            self.opened.append(tag)
+
+    def handle_endtag(self, tag):
+        self.sound = self.sound and bool(self.opened) and self.opened.pop() == tag
 
 
 class Ticker:
@@ -151,14 +179,6 @@ def test_a_page_shows_what_a_terminal_shows_however_the_text_comes(writes):
     assert [text_of(piece) for piece in shown] == [line.text for line in expected]
     streams = [not isinstance(piece, str) and piece[0] == 1 for piece in shown]
     assert streams == [line.stream is Stream.STDERR for line in expected]
-
-
-@given(WRITES)
-def test_a_page_that_is_loaded_again_knows_what_the_first_one_knew(writes):
-    ticker = Ticker()
-    for stream, text in writes:
-        ticker.tick(Printed(rank=0, stream=stream, text=text))
-    assert Page().take(ticker.feed.whole()).pieces == ticker.page.pieces
 
 
 @given(st.lists(st.integers(0, 3_000), max_size=6))
@@ -235,8 +255,10 @@ def test_ranks_without_a_pause_send_a_quarter_of_a_megabyte_a_second_at_most():
         ticker.tick(
             *(out("".join(f"{rank} {step} {line}\n" for line in range(400)), rank) for rank in range(64))
         )
-    assert ticker.page.sent / 2.0 < 450_000
-    assert ticker.page.pieces[8000 - 1] == "0 19 399"
+    assert ticker.page.sent / 2.0 < 80_000, "with what is sent at once after a pause"
+    for _ in range(60):
+        ticker.tick()
+    assert ticker.page.pieces[8000 - 1] == "0 19 399", "each has its turn"
 
 
 def test_a_quiet_rank_is_heard_beside_one_that_never_pauses():
@@ -244,15 +266,6 @@ def test_a_quiet_rank_is_heard_beside_one_that_never_pauses():
     quiet = "".join(f"quiet {number}\n" for number in range(20))
     ticker.tick(out("loud\n" * 50_000, rank=1), out(quiet, rank=0))
     assert ticker.page.texts == quiet.splitlines()
-
-
-def test_a_page_gets_no_more_than_it_keeps():
-    ticker = Ticker()
-    for step in range(200):
-        ticker.tick(out("".join(f"{step} {line}\n" for line in range(20))))
-    whole = Page().take(ticker.feed.whole())
-    assert KEPT <= len(whole.pieces) <= KEPT * 5 // 4
-    assert whole.texts[-1] == "199 19"
 
 
 # --- displays, clear_output, attempts ----------------------------------------------------------------------
@@ -363,110 +376,110 @@ def test_a_new_attempt_begins_anew():
     assert news["tails"]["0"]["sent"] == [0, 0]
 
 
-def test_more_ranks_than_a_page_may_be_sent_at_once(monkeypatch):
-    monkeypatch.setattr(panel_output, "WHOLE_CHARACTERS", 10_000)
-    ticker = Ticker(4)
-    for step in range(20):
-        ticker.tick(*(out(f"{rank} {step} {'x' * 80}\n", rank) for rank in range(4)))
-    whole = Page().take(ticker.feed.whole(), rank=3)
-    assert whole.sent < 12_000
-    assert whole.texts[-1].startswith("3 19")
+# --- the parts of the panel ---------------------------------------------------------------------------------
 
 
-# --- rows, values, reports ---------------------------------------------------------------------------------
+class Shown:
+    """A drawing, and the parts that a page has; a tenth of a second a tick."""
+
+    def __init__(self, state, header=HEADER):
+        self.drawing, self.state, self.now = Drawing(header, 0.0), state, 0.0
+        self.parts = {}
+        self.sent = {}
+        self.tick()
+
+    def tick(self, *messages):
+        for message in messages:
+            self.state = advance(self.state, message)
+        self.now += 0.1
+        delta = self.drawing.changes(self.state, self.now)
+        self.sent = {} if delta is None else delta["parts"]
+        self.parts = {key: part for key, part in {**self.parts, **self.sent}.items() if part is not None}
+        return self.sent
 
 
-def test_rows_tell_what_changed_and_nothing_else():
-    rows = Rows(HEADER)
-    state = run_of(3)
-    first = some(rows.news(state, 0.0))
-    assert list(first["rows"]) == ["0", "1", "2"]
-    assert rows.news(state, 0.1) is None
-    state = advance(state, out("more\n", 1))
-    assert rows.news(state, 0.2) is None, "output comes by itself"
-    state = advance(state, Measured(usages={1: Usage(cpu_percent=99.7, memory=1 << 20, gpu_percent=5)}))
-    second = some(rows.news(state, 0.3))
-    assert list(second["rows"]) == ["1"]
-    assert second["rows"]["1"] | {"cpu": 100, "memory": 1 << 20, "gpu": 5} == second["rows"]["1"]
-    assert "gpu_memory" not in second["rows"]["1"]
+def test_parts_tell_what_changed_and_nothing_else():
+    shown = Shown(run_of(3))
+    assert {"head", "ranks", "r0", "r1", "r2"} <= shown.parts.keys()
+    assert shown.tick() == {}
+    assert shown.tick(out("more\n", 1)) == {}, "output comes by itself"
+    usage = Usage(cpu_percent=99.7, memory=1 << 20, gpu_percent=5)
+    assert shown.tick(Measured(usages={1: usage})) == {"u1": "CPU 100 % · 1 MiB · GPU 5 %"}
+    shown.tick(returned(2, "7"))
+    assert {"head", "r2"} <= shown.sent.keys()
+    assert "r0" not in shown.sent
 
 
 def test_a_rank_that_has_ended_shows_its_peak_in_place_of_what_it_used():
-    state = run_of(2)
-    state = advance(state, Measured(usages={0: Usage(cpu_percent=5.0, memory=1, gpu_memory=2)}))
-    state = advance(state, msgspec.structs.replace(returned(0, "a"), peak_gpu_memory=3 << 30))
-    state = advance(state, Raised(rank=1, failure=FailureRecord(type="E", message=""), peak_gpu_memory=5))
-    ended = some(Rows(HEADER).news(state, 0.0))["rows"]
-    assert (ended["0"]["gpu_peak"], ended["1"]["gpu_peak"]) == (3 << 30, 5)
-    assert "gpu_memory" not in ended["0"]
+    shown = Shown(run_of(2))
+    shown.tick(Measured(usages={0: Usage(cpu_percent=5.0, memory=1, gpu_memory=2)}))
+    assert "CPU 5 %" in shown.parts["u0"]
+    ended = msgspec.structs.replace(returned(0, "a"), peak_gpu_memory=3 << 30)
+    shown.tick(ended, Raised(rank=1, failure=FailureRecord(type="E", message=""), peak_gpu_memory=5 << 20))
+    assert (shown.parts["u0"], shown.parts["u1"]) == ("GPU peak 3.0 GiB", "GPU peak 5 MiB")
 
 
-def test_equal_values_are_sent_once():
-    rows = Rows(HEADER)
-    state = run_of(3, returned(0, "a", "<b>a</b>"), returned(1, "a", "<b>a</b>"), returned(2, "b"))
-    news = some(rows.news(state, 0.0))
-    assert [row["value"] for row in news["rows"].values()] == [0, 0, 1]
-    assert news["values"] == {"0": {"text": "a", "html": "<b>a</b>"}, "1": {"text": "b", "html": ""}}
+def test_equal_values_are_sent_once_and_html_in_a_frame():
+    rich = "<b onclick='x()'>a</b>"
+    shown = Shown(run_of(3, returned(0, "a", rich), returned(1, "a", rich), returned(2, "b\nb")))
+    assert shown.parts["values"].count("data-key") == 1
+    assert "Value of ranks 0-1" in shown.parts["values"]
+    assert "Value of rank 2" in shown.parts["values"]
+    assert shown.parts["v0"].startswith('<iframe class="nblaunch-frame" sandbox="allow-same-origin"')
+    assert "onclick" not in shown.parts["values"]
 
 
 def test_values_of_many_ranks_have_a_limit():
-    rows = Rows(HEADER)
-    state = run_of(256, *(returned(rank, f"{rank}" * 3_000, f"{rank}" * 10_000) for rank in range(256)))
-    assert len(json.dumps(rows.news(state, 0.0))) < 700_000
+    values = (returned(rank, f"{rank}" * 3_000, f"{rank}" * 10_000) for rank in range(256))
+    shown = Shown(run_of(256, *values))
+    assert len(json.dumps(shown.parts)) < 700_000
 
 
 def test_a_failure_that_follows_from_another_says_so():
-    rows = Rows(HEADER)
     closed = FailureRecord(type="RuntimeError", message="Connection closed by peer", time=4.0)
-    state = run_of(2, Raised(rank=0, failure=closed))
-    assert some(rows.news(state, 0.0))["rows"]["0"]["failure"] == "RuntimeError: Connection closed by peer"
-    state = advance(state, Raised(rank=1, failure=FailureRecord(type="E", message="boom", time=3.0)))
-    news = some(rows.news(state, 0.1))
-    assert news["rows"]["0"]["failure"].startswith("consequence of rank 1: RuntimeError")
+    shown = Shown(run_of(2, Raised(rank=0, failure=closed)))
+    assert ">RuntimeError: Connection closed by peer<" in shown.parts["r0"]
+    shown.tick(Raised(rank=1, failure=FailureRecord(type="E", message="boom", time=3.0)))
+    assert ">consequence of rank 1: RuntimeError" in shown.parts["r0"]
 
 
-def test_a_restart_with_fewer_ranks_removes_rows():
-    rows = Rows(HEADER)
-    state = run_of(3)
-    rows.news(state, 0.0)
-    news = some(rows.news(advance(state, AttemptStarted(number=1, world_size=2, time=9.0)), 0.1))
-    assert news["removed"] == ["2"]
-    assert news["header"]["restarts"] == "1 restart"
-    assert list(rows.rows) == ["0", "1"]
+def test_a_restart_with_fewer_ranks_removes_their_parts():
+    shown = Shown(run_of(3))
+    shown.tick(AttemptStarted(number=1, world_size=2, time=9.0))
+    assert shown.sent["r2"] is None
+    assert " · 1 restart" in shown.parts["head"]
+    assert {"r0", "r1"} <= shown.parts.keys()
+    assert 'data-ranks="0,1"' in shown.parts["ranks"]
 
 
-def test_the_report_has_the_root_cause_first_with_its_traceback_in_colours():
-    reporter = Reporter()
+def test_the_failure_has_the_root_cause_first_with_its_traceback_in_colours():
     closed = FailureRecord(type="RuntimeError", message="Connection closed by peer", time=4.0)
     boom = FailureRecord(type="E", message="boom", traceback="plain", time=5.0)
-    state = run_of(3, Raised(rank=0, failure=closed), Raised(rank=1, failure=boom))
-    told = some(reporter.news(state))
-    assert [(cause["ranks"], cause["why"]) for cause in told["causes"]] == [("rank 1", "E: boom")]
-    assert told["causes"][0]["traceback"] == ["plain"]
-    assert told["consequences"] == ["rank 0: consequence of rank 1: RuntimeError: Connection closed by peer"]
-    assert told["consequence_count"] == 1
-    assert reporter.news(state) is None
-    told = some(reporter.news(advance(state, Colored(rank=1, text="\x1b[31mE\x1b[0m: boom"))))
-    assert told["causes"][0]["traceback"] == [(0, ((1, "E"), (0, ": boom")))]
+    shown = Shown(run_of(3, Raised(rank=0, failure=closed), Raised(rank=1, failure=boom)))
+    told = shown.parts["failure"]
+    assert told.index("Root cause: rank 1:") < told.index(">E: boom<") < told.index(">plain<")
+    assert "1 consequence of it" in told
+    assert "rank 0: consequence of rank 1: RuntimeError: Connection closed by peer" in told
+    assert shown.tick() == {}
+    shown.tick(Colored(rank=1, text="\x1b[31mE\x1b[0m: boom"))
+    assert ">E</span>: boom" in shown.sent["failure"]
 
 
-def test_the_report_tells_of_attempts_and_of_where_the_ranks_hang():
-    reporter = Reporter()
+def test_attempts_have_tabs_and_where_the_ranks_hang_is_told():
     boom = FailureRecord(type="ValueError", message="boom", time=5.0)
-    state = run_of(2, out("first\nlast\n"), Raised(rank=1, failure=boom))
-    reporter.news(state)
-    state = advance(state, AttemptStarted(number=1, world_size=2, time=9.0))
-    (attempt,) = some(reporter.news(state))["attempts"]
-    assert attempt["number"] == 0
-    assert attempt["title"].startswith("attempt 0: restarted: rank 1: ValueError: boom after ")
-    assert attempt["lines"] == ["rank 1: ValueError: boom", "rank 0, last output: last"]
-    assert reporter.news(state) is None
+    shown = Shown(run_of(2, out("first\nlast\n"), Raised(rank=1, failure=boom)))
+    assert "tabs" not in shown.parts
+    shown.tick(AttemptStarted(number=1, world_size=2, time=9.0))
+    tabs = shown.parts["tabs"]
+    assert tabs.count('role="tab"') == 2
+    for told in ("attempt 0: restarted: rank 1: ValueError: boom after ", "rank 0, last output: last"):
+        assert told in tabs
+    assert shown.tick() == {}
     frame = FrameRecord("Cell In[3]", 9, "<module>", "wait()")
     report = hang_report({rank: Where(rank=rank, frames=(frame,)) for rank in range(2)})
-    state = advance(state, LocatedAll(report=report))
-    told = some(reporter.news(state))
-    assert told["attempts"] == [attempt]
-    assert told["hang"].startswith("[ranks 0-1] at cell line 9: wait()\n    Cell, line 9")
+    shown.tick(LocatedAll(report=report))
+    assert shown.parts["tabs"] == tabs
+    assert "[ranks 0-1] at cell line 9: wait()" in shown.parts["hang"]
 
 
 def test_a_drawing_counts_its_deltas_and_is_silent_when_nothing_changed():
@@ -478,6 +491,121 @@ def test_a_drawing_counts_its_deltas_and_is_silent_when_nothing_changed():
     whole = drawing.whole(11.2)
     assert whole["sequence"] == 2
     assert whole["age"] == pytest.approx(1.2)
+    assert whole["log"]["rows"] == [[1, "0", "a", None]]
+
+
+def test_256_ranks_that_print_and_are_measured_take_32_kb_a_second_in_ten_updates():
+    shown, sizes, updates, seconds = Shown(run_of(256)), [0], 0, 20
+    for tick in range(10 * seconds):
+        messages = [
+            out(f"step {tick}: rank {rank} has loss {1 / (rank + tick + 1):.4f}\n" * 9, rank)
+            for rank in range(256)
+        ]
+        usages = {rank: Usage(cpu_percent=tick % 100, memory=tick * rank << 20) for rank in range(256)}
+        for message in (*messages, *([Measured(usages=usages)] if tick % 10 == 0 else [])):
+            shown.state = advance(shown.state, message)
+        shown.now += 0.1
+        delta = shown.drawing.changes(shown.state, shown.now)
+        updates += delta is not None
+        sizes.append(len(json.dumps(delta, ensure_ascii=False)))
+    assert updates == 10 * seconds
+    assert sum(sizes[50:]) / (seconds - 5) < 32_000
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</template></div>",
+    "<img src=x onerror=alert(1)>",
+    '"><b x="',
+    "\x1b[31m<i>",
+]
+
+
+@given(st.lists(st.sampled_from(HOSTILE), min_size=5, max_size=5))
+def test_nothing_that_a_rank_says_becomes_markup(texts):
+    printed, message, value, host, title = texts
+    failure = FailureRecord(type=message, message=message, traceback=printed, time=3.0)
+    state = run_of(
+        2, out(printed), err(message, 1), returned(0, value, value), figure(data={"text/html": printed})
+    )
+    state = advance(
+        advance(state, Raised(rank=1, failure=failure)), AttemptStarted(number=1, world_size=9, time=9.0)
+    )
+    places = {rank: RankPlace(0, f"{host}{rank}", value, rank, Phase.JOB) for rank in range(9)}
+    state = advance(state, JobAssigned(ranks=places, attempt=1))
+    for rank in range(9):
+        state = advance(advance(state, Started(rank=rank, time=9.0)), out(printed, rank))
+    state = advance(advance(state, Raised(rank=3, failure=failure)), returned(4, value, ""))
+    drawing = Drawing(Header(title, message, node=host, magic=printed), 0.0)
+    drawing.changes(state, 0.0)
+    whole = drawing.whole(0.0)
+    rows = [str(row[2]) for row in whole["log"]["rows"]]
+    for content in (*whole["parts"].values(), *rows):
+        page = Html(content)
+        assert not page.tags & {"script", "img", "b", "template"}
+        assert not any(name.startswith("on") for name in page.names)
+        assert page.sound
+
+
+# --- many ranks -------------------------------------------------------------------------------------------
+
+
+def rows_of(state, now=0.0):
+    """Return the ranks of each row of the table, with their state, as a page is told."""
+    ranks = panel_parts.RankNotes()
+    ranks.update(state, now)
+    return [
+        (format_ranks([each.rank for each in known]), known[0].state) for known in groups_of(ranks).values()
+    ]
+
+
+def test_ranks_that_are_alike_are_one_row_and_what_differs_comes_first():
+    closed = FailureRecord(type="RuntimeError", message="Connection closed by peer", time=4.0)
+    boom = FailureRecord(type="E", message="boom", time=3.0)
+    failed = (Raised(rank=5, failure=boom), *(Raised(rank=rank, failure=closed) for rank in (1, 2)))
+    assert rows_of(run_of(8)) == [("ranks 0-7", "RUNNING")]
+    assert rows_of(run_of(8, returned(3))) == [("ranks 0-2,4-7", "RUNNING"), ("rank 3", "SUCCEEDED")]
+    assert rows_of(run_of(8, *failed)) == [
+        ("rank 5", "FAILED"),
+        ("ranks 1-2", "FAILED"),
+        ("ranks 0,3-4,6-7", "RUNNING"),
+    ]
+    late = Finishing(rank=9, what="exit 1"), Finishing(rank=10, what="exit 2")
+    assert rows_of(run_of(1024, *late)) == [("ranks 0-8,11-1023", "RUNNING"), ("ranks 9-10", "RUNNING")]
+
+
+@given(st.lists(st.sampled_from("rfse"), min_size=1, max_size=70))
+def test_whatever_states_ranks_are_in_each_stands_in_exactly_one_row(states):
+    made = {"f": Raised, "s": returned, "e": None}
+    messages = [
+        returned(rank)
+        if each == "s"
+        else Raised(rank=rank, failure=FailureRecord(type="E", message=each * (rank % 3)))
+        for rank, each in enumerate(states)
+        if made.get(each)
+    ]
+    ranks = panel_parts.RankNotes()
+    ranks.update(run_of(len(states), *messages), 0.0)
+    found = [[each.rank for each in known] for known in groups_of(ranks).values()]
+    assert sorted(rank for row in found for rank in row) == list(range(len(states)))
+    assert all(row == sorted(row) for row in found)
+
+
+def test_what_ranks_use_is_a_range():
+    usages = {rank: Usage(cpu_percent=80 + rank, memory=(231 + rank) << 20) for rank in range(8)}
+    state = run_of(8, Measured(usages=usages))
+    assert usage_of(list(state.ranks.values())) == "CPU 80-87 % · 231-238 MiB"
+    assert usage_of([state.ranks[0]]) == "CPU 80 % · 231 MiB"
+    assert usage_of([run_of(1).ranks[0]]) == ""
+
+
+def test_a_screen_reader_hears_ranks_as_words():
+    table = Shown(run_of(9, returned(3))).parts
+    assert 'aria-label="ranks 0 to 2, 4 to 8: running"' in "".join(table.values())
+    assert 'aria-label="rank 3: succeeded"' in "".join(table.values())
+    odd = Shown(run_of(200, *(returned(rank) for rank in range(0, 200, 2)))).parts
+    assert 'aria-label="100 ranks: succeeded"' in "".join(odd.values())
+    assert ">100 ranks (0,2,4,6,8,10,12,14,16,18,20,…)</button>" in "".join(odd.values())
 
 
 # --- stragglers --------------------------------------------------------------------------------------------
@@ -514,10 +642,10 @@ def test_a_rank_that_the_others_wait_for_in_a_collective_is_marked_after_a_while
     looked, state = Stragglers(), run_of(3, began(0, 7), began(1, 7), began(2, 6))
     assert looked.marks(state, 0.0) == {}
     state = advance(advance(state, began(0, 9)), began(1, 9))
-    assert looked.marks(state, panel_ranks.BEHIND_SECONDS) == {2: f"3 collectives {BEHIND}"}
+    assert looked.marks(state, panel_parts.BEHIND_SECONDS) == {2: f"3 collectives {BEHIND}"}
     state = advance(state, began(2, 8))
     assert looked.marks(state, 3.0) == {}, "it moves"
-    assert looked.marks(state, 3.0 + panel_ranks.BEHIND_SECONDS) == {2: f"1 collective {BEHIND}"}
+    assert looked.marks(state, 3.0 + panel_parts.BEHIND_SECONDS) == {2: f"1 collective {BEHIND}"}
     assert looked.marks(advance(state, began(2, 9)), 20.0) == {}
 
 
@@ -531,5 +659,5 @@ def test_the_last_to_finish_are_marked_after_a_while():
     assert looked.marks(state, 0.0) == {}
     state = advance(state, returned(2))
     assert looked.marks(state, 10.0) == {}
-    assert looked.marks(state, 10.0 + panel_ranks.FINISHED_SECONDS) == {3: UNFINISHED}
+    assert looked.marks(state, 10.0 + panel_parts.FINISHED_SECONDS) == {3: UNFINISHED}
     assert looked.marks(advance(state, returned(3)), 20.0) == {}

@@ -6,8 +6,7 @@ import io
 
 from nblaunch.protocol.messages import Payload, Returned, Started, Waiting
 from nblaunch.protocol.state import RunState, advance
-from nblaunch.view.panel_ranks import Rows
-from nblaunch.view.summary import Header
+from nblaunch.view.panel_parts import RankNotes
 from nblaunch.view.terminal_view import LiveLines, Terminal
 
 SAID = "interrupted 3 s ago, still at cell line 2: torch.linalg.svd(a)"
@@ -23,22 +22,18 @@ def waiting(said: str = SAID) -> RunState:
 
 
 def test_the_panel_marks_the_rank():
-    rows = Rows(Header("cell", "gloo"))
-    news = rows.news(waiting(), 0.0)
-    assert news is not None
-    assert news["rows"]["1"]["mark"] == f"{SAID}; {AGAIN}"
-    assert "mark" not in news["rows"]["0"]
-    news = rows.news(advance(waiting(), Waiting(ranks={})), 1.0)
-    assert news is not None
-    assert "mark" not in news["rows"]["1"]
+    ranks = RankNotes()
+    ranks.update(waiting(), 0.0)
+    assert ranks.marks == {1: f"{SAID}; {AGAIN}"}
+    assert ranks.update(advance(waiting(), Waiting(ranks={})), 1.0) == {1}
+    assert ranks.marks == {}
 
 
 def test_the_time_goes_on_in_the_panel():
-    rows = Rows(Header("cell", "gloo"))
-    rows.news(waiting(), 0.0)
-    news = rows.news(waiting(SAID.replace("3 s", "4 s")), 1.0)
-    assert news is not None
-    assert news["rows"]["1"]["mark"].startswith("interrupted 4 s ago")
+    ranks = RankNotes()
+    ranks.update(waiting(), 0.0)
+    assert 1 in ranks.update(waiting(SAID.replace("3 s", "4 s")), 1.0)
+    assert ranks.marks[1].startswith("interrupted 4 s ago")
 
 
 def test_a_terminal_says_it_once_in_a_line_of_its_own():
