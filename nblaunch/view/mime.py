@@ -1,4 +1,4 @@
-"""Rich displays: as HTML that stays within its own element, and as what the live panel draws."""
+"""Rich displays as HTML that stays within its own element: in the saved notebook, and in the live panel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _NEVER_CLOSED = frozenset(
 _LIVE_IMAGE = 1_500_000
 _LIVE_HTML = 150_000
 _LIVE_TEXT = 20_000
-_PIECE_COST = 60
 
 
 def embedded(display: Display) -> str | None:
@@ -41,26 +40,21 @@ def embedded(display: Display) -> str | None:
     return None
 
 
-def live(display: Display) -> tuple[tuple[str, ...], int]:
-    """Return a display as the live panel draws it, and what it costs to send it, in bytes.
+def live(display: Display) -> str:
+    """Return a display as the panel draws it: HTML in a frame, an image, or text.
 
-    It is `("html", markup, text)`, `("image", type, base64, text, width, height)` or `("text", text)`. What
-    is too large for a panel is shown only at the end of the run.
+    What is too large for a panel is shown only at the end of the run.
     """
     text = shortened(plain(text_of(display, "text/latex")) or display_text(display), _LIVE_TEXT)
-    piece: tuple[str, ...] = ("text", text)
     if markup := text_of(display, "text/html"):
-        piece = ("html", markup, text) if len(markup) <= _LIVE_HTML else _later(display, text)
+        if len(markup) <= _LIVE_HTML:
+            return frame(markup)
     elif encoded := _encoded(display):
-        fits = len(encoded[1]) <= _LIVE_IMAGE
-        piece = (
-            ("image", *encoded, text[:200], *_size(encoded[0], display)) if fits else _later(display, text)
-        )
-    return piece, sum(map(len, piece)) + _PIECE_COST
-
-
-def _later(display: Display, text: str) -> tuple[str, str]:
-    return ("text", f"{text}\n… {kinds(display)} is too large to be shown before the end of the run …")
+        if len(encoded[1]) <= _LIVE_IMAGE:
+            return image(*encoded, text, *_size(encoded[0], display))
+    else:
+        return escaped(text)
+    return escaped(f"{text}\n… {kinds(display)} is too large to be shown before the end of the run …")
 
 
 def kinds(display: Display) -> str:

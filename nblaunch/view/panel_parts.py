@@ -589,7 +589,7 @@ class Drawing:
                 self._note_changes(state, now)
                 self._seen, self._due = state, now + _POLL_SECONDS
             news = self._feed.news(state, now)
-            log = None if news is None else self._log.take(news)
+            log = self._log.take(state.attempt.number, news) if news else None
             if log is not None:
                 self._parts.charge(sum(len(str(row[2] or "")) + _ROW_COST for row in log["rows"]))
             parts = self._parts.send(now)
