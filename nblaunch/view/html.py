@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from nblaunch._budget import clipped, cost_of_text, fair_limit, shortened
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.insight import markup
@@ -23,7 +24,6 @@ from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import summary
 from nblaunch.view.alike import MOST_ROWS, devices, finest, is_whole, label, levels_of, sizes
-from nblaunch.view.budget import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.mime import balanced, embedded, kinds
 from nblaunch.view.output import (
     Folded,

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
 
+from nblaunch._budget import shortened
 from nblaunch.insight.markup import escaped
 from nblaunch.protocol.transcript import Display
-from nblaunch.view.budget import shortened
 from nblaunch.view.output import display_text, text_of
 from nblaunch.view.screen import plain
 

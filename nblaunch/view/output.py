@@ -9,12 +9,12 @@ from itertools import chain, groupby, islice
 
 import msgspec
 
+from nblaunch._budget import cost_of_text, fair_limit, shortened
 from nblaunch.insight.folding import merged
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.reports import ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState
 from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
-from nblaunch.view.budget import cost_of_text, fair_limit, shortened
 from nblaunch.view.screen import PLAIN, Line, Screen, plain
 
 DRAWN_CHARACTERS = 1_000_000

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
+from nblaunch._budget import fair_limit
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
-from nblaunch.view.budget import fair_limit
 from nblaunch.view.html import STDERR, line_html
 from nblaunch.view.mime import live
 from nblaunch.view.output import latest

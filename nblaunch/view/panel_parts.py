@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NotRequired, TypedDict
 
+from nblaunch._budget import clipped, cost_of_text, shortened
 from nblaunch._results import nodes_line, time_is_short
 from nblaunch.diagnose.failures import blame
 from nblaunch.insight import charts
@@ -23,7 +24,6 @@ from nblaunch.protocol.reports import by_host, format_ranks, plural, size
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
 from nblaunch.view import html, summary
 from nblaunch.view.alike import label, sizes
-from nblaunch.view.budget import clipped, cost_of_text, shortened
 from nblaunch.view.mime import frame
 from nblaunch.view.output import last_line
 from nblaunch.view.panel_log import LogNews, PanelLog

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nblaunch._budget import shortened
 from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
 from nblaunch.protocol.client import Event
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
 from nblaunch.protocol.reports import HangReport, by_host, format_ranks, held_lines, plural, ranks_by_answer
 from nblaunch.protocol.state import AttemptState, RunState, hosts_of
 from nblaunch.view.alike import MOST_ROWS, named
-from nblaunch.view.budget import shortened
 from nblaunch.view.output import by_rank
 from nblaunch.view.screen import plain
 

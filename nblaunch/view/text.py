@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from nblaunch._budget import cost_of_text, fair_limit, shortened
 from nblaunch.diagnose.failures import blame
 from nblaunch.insight.curves import Curves, curve_lines
 from nblaunch.protocol.reports import format_ranks
@@ -12,7 +13,6 @@ from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import summary
 from nblaunch.view.alike import beside, in_columns, named
-from nblaunch.view.budget import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import (
     Folded,
     Omission,
