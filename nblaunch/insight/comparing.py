@@ -218,7 +218,6 @@ def compare(
 
 
 def size_of(answer: object) -> int:
-    """Return how many bytes an answer takes on its way."""
     return len(pickle.dumps(answer))
 
 
@@ -459,7 +458,6 @@ class _ElementsFound:
             self.largest, self.largest_at = apart, index
 
     def row(self, name: str, classes: Classes, *, exact: bool) -> Compared:
-        """Return what was found."""
         entry, first = self._entry, self.first
         if first is None:
             # What is not read as elements (a conversion that loses bits) differs in bytes all the same.

@@ -106,13 +106,11 @@ class Redactor:
         self._pattern = re.compile("|".join(parts)) if parts else None
 
     def text(self, text: str) -> str:
-        """Return a text without the secrets."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda match: f"[value of {self._names[match[0]]}]", text)
 
     def all(self, value: Any) -> Any:
-        """Return a document without the secrets, in keys and values."""
         match value:
             case str():
                 return self.text(value)
@@ -383,7 +381,6 @@ def _dumped(value: Any) -> str:
 
 
 def as_json(document: Mapping[str, Any]) -> str:
-    """Return the document as JSON, a line for each key; output a line for each line."""
     parts = []
     for key, value in document.items():
         parts.append(f"{_dumped(key)}: {_dumped(value)}")
@@ -401,7 +398,6 @@ _TITLES: tuple[tuple[str, str], ...] = (
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """Return the document as Markdown."""
     lines = [f"# {document['outcome']}: {code(str(document.get('ran') or 'run'))}", ""]
     lines += _plain_lines(document)
     root = document.get("root_cause")

@@ -85,7 +85,6 @@ class Contents:
             self._digests[domain] = b"".join(self._own(self.entries[place]) for place in places)
 
     def outline(self) -> Outline:
-        """Return the digest of each domain."""
         domains = {
             domain: (len(digests) // DIGEST, digest(digests)) for domain, digests in self._digests.items()
         }

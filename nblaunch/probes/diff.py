@@ -45,7 +45,6 @@ class Holding:
     """What a rank has read for one comparison, and its answers."""
 
     def __init__(self, find: Find) -> None:
-        """Compare what `find` returns."""
         self._find = find
         self._contents: list[Contents | None] = []
         self._hashes: dict[int, tuple[Any, HashedTensor]] = {}
@@ -53,7 +52,6 @@ class Holding:
 
     @torch.no_grad()
     def answer(self, ask: Ask) -> Any:
-        """Answer a question."""
         match ask:
             case AskOutline(names=names, env=env):
                 found = [self._outline(name) for name in names]

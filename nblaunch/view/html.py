@@ -255,7 +255,6 @@ class _Shown:
 
     @property
     def value(self) -> tuple[str, str]:
-        """Return the value as text and as HTML."""
         return plain(self.known.value_text).rstrip("\n"), self.known.value_html
 
 
@@ -343,7 +342,6 @@ def _rows_of_cells(rows: Sequence[tuple[str, ...]], *, few: bool = True) -> str:
 
 
 def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
-    """Return a row; where there are many rows, with short styles."""
 
     def style(number: int, cell: str) -> str:
         narrow = tag == "th" or (number < _NARROW_COLUMNS and "<wbr>" not in cell)
@@ -472,7 +470,6 @@ def _long_values(
 
 
 def _profile(state: RunState) -> Iterator[str]:
-    """Yield the profile's steps and timeline, which its client has drawn."""
     if state.profile.html:
         title = f"P{state.profile.text[1:]}"
         yield markup.details(markup.escaped(title), state.profile.html, opened=True)

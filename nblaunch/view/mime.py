@@ -74,7 +74,6 @@ def _encoded(display: Display) -> tuple[str, str] | None:
 
 
 def _size(kind: str, display: Display) -> tuple[str, str]:
-    """Return width and height where the display gives them, else empty texts."""
     metadata = display.metadata.get(kind)
     if not isinstance(metadata, Mapping):
         return "", ""
@@ -84,7 +83,6 @@ def _size(kind: str, display: Display) -> tuple[str, str]:
 
 
 def image(kind: str, encoded: str, text: str, width: str, height: str) -> str:
-    """Return an image; `text` says what it shows."""
     sizes = (("width", width), ("height", height))
     size = "".join(f' {name}="{value}"' for name, value in sizes if value)
     alt = escaped(text[:200])

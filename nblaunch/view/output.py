@@ -54,7 +54,6 @@ class Folded:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Return the items of all ranks."""
         return tuple(row.item for row in self.rows)
 
     @property
@@ -67,7 +66,6 @@ class Folded:
 
     @property
     def displays(self) -> tuple[Display, ...]:
-        """Return the rich displays, in order."""
         return tuple(item for item in self.items if isinstance(item, Display))
 
 
@@ -95,7 +93,6 @@ def folded(state: RunState) -> list[Folded]:
 
 
 def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item, ...]]]) -> list[Folded]:
-    """Return a `Folded` for each group of ranks with equal output; groups that share lines have one."""
     groups = sorted(groups, key=lambda group: group[0])
     by_key = {key: item for _, keys, items in groups for key, item in zip(keys, items, strict=True)}
     blank = {key for key, item in by_key.items() if isinstance(item, Line) and not item.text.strip()}
@@ -189,7 +186,6 @@ def items_of(transcript: Transcript) -> tuple[Item, ...]:
 
 
 def _joined(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries, neighbouring texts of one stream joined."""
     joined: list[Entry] = []
     for stream, group in groupby(entries, key=lambda entry: getattr(entry, "stream", None)):
         if stream is None:
@@ -243,7 +239,6 @@ def omission_text(omission: Omission, rank: int, *, errors: bool = False) -> str
 
 
 def only_errors(output: Folded) -> set[tuple[int, ...]]:
-    """Return those of an output's sets of ranks that have written to stderr only."""
     streams: dict[tuple[int, ...], set[Stream]] = {}
     for row in output.rows:
         if isinstance(row.item, Line):

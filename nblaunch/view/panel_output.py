@@ -97,7 +97,6 @@ class Tail:
         return cleared
 
     def cost(self) -> int:
-        """Return what it costs to send all lines that changed, in characters."""
         return sum(len(row.text) + _OVERHEAD for row in self._changed.values())
 
     def lines(self, room: int) -> list[tuple[int, str]]:
@@ -142,7 +141,6 @@ class Tail:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits to be sent."""
         return bool(self._changed or self._waiting)
 
     def _restart(self, transcript: Transcript) -> None:

@@ -69,7 +69,6 @@ class Stragglers:
         self._most_finished: float | None = None
 
     def marks(self, state: RunState, now: float) -> dict[int, str]:
-        """Return why ranks count as stragglers; `now` is in seconds."""
         if state.attempt.number != self._attempt:
             self._attempt, self._written, self._begun = state.attempt.number, {}, {}
             self._most_finished = None
@@ -128,7 +127,6 @@ def _running(state: RunState) -> list[int]:
 
 
 def state_word(state: State, phase: str = "") -> str:
-    """Return a state as a sign and a word, in its colour."""
     word = f"{state} ({phase})" if state is State.STARTING and phase else f"{state}"
     return (
         f'<span class="nblaunch-state nblaunch-{state}">'
@@ -198,7 +196,6 @@ class RankNotes:
 
 
 def _appearance(known: RankState) -> tuple[object, ...]:
-    """Return what of a rank is drawn."""
     used = (known.usage, known.used, known.peak_gpu_memory)
     value = (known.value_text, known.value_html)
     return known.state, known.phase, known.device, known.pid, *value, *used
@@ -494,7 +491,6 @@ class Parts:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits for room."""
         return bool(self._waiting)
 
     def change(self, key: str, draw: Callable[[], str], *, urgent: bool = False) -> None:
@@ -502,7 +498,6 @@ class Parts:
         (self._urgent if urgent else self._waiting)[key] = draw
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forget parts."""
         for key in keys:
             self._waiting.pop(key, None)
             if self.shown.pop(key, None) is not None:
@@ -599,7 +594,6 @@ class Drawing:
             return Delta(sequence=self._sequence, parts=parts, log=log)
 
     def whole(self, now: float) -> Snapshot:
-        """Return everything."""
         with self._lock:
             return Snapshot(
                 sequence=self._sequence,

@@ -99,7 +99,6 @@ def others_lines(state: RunState, found: Blame) -> list[str]:
 
 
 def traceback_text(failure: FailureRecord) -> str:
-    """Return a traceback without what differs by machine or run: where Python is installed, ports."""
     text = without_ports(_PLACES.sub("…/", failure.traceback.rstrip("\n")))
     return _CELL_NUMBER.sub("Cell", _KERNEL_FILE.sub("ipykernel", text))
 
@@ -123,7 +122,6 @@ def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
 
 
 def attempt_lines(state: RunState) -> list[str]:
-    """Return a line for each attempt before this one, the latest ten of them."""
     shown, left_out = earlier_attempts(state)
     lines = [attempt_line(attempt, blame(attempt.ranks)) for attempt in shown]
     return [left_out, *lines] if left_out else lines
@@ -139,7 +137,6 @@ class Place:
 
 
 def places(report: HangReport) -> list[Place]:
-    """Return where the ranks were, ranks with the same stack together."""
     found = []
     for group in report.groups:
         line = f"{report.named(group.ranks)} {_stable(group.headline)}"

@@ -97,7 +97,6 @@ def _output_lines(outputs: Sequence[Folded]) -> Iterator[str]:
 
 
 def _in_text(rows: Iterable[Written]) -> Iterator[Written]:
-    """Yield the rows, displays as lines."""
     for row in rows:
         yield from display_rows(row.item, row.ranks) if isinstance(row.item, Display) else [row]
 
