@@ -81,9 +81,6 @@ class HashedTensor:
     def blocks(self) -> int:
         return len(self.digests) // DIGEST
 
-    def ranges(self, start: int, stop: int, step: int) -> tuple[bytes, ...]:
-        return ranges(self.digests, start, stop, step)
-
     def pieces(self, blocks: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
         """Read some blocks again; return the hashes of their pieces."""
         found = []

@@ -304,6 +304,22 @@ def display_rows(display: Display, ranks: tuple[int, ...], note: str = "") -> li
     return [Written(ranks, Line(((PLAIN, line),))) for line in lines]
 
 
+def only_text(outputs: Iterable[Folded]) -> list[Folded]:
+    """Return the outputs, displays as lines."""
+    return [
+        replace(
+            each,
+            rows=tuple(
+                chain.from_iterable(
+                    display_rows(row.item, row.ranks) if isinstance(row.item, Display) else [row]
+                    for row in each.rows
+                )
+            ),
+        )
+        for each in outputs
+    ]
+
+
 def by_rank(state: RunState, of: Callable[[RankState], str]) -> list[tuple[tuple[int, ...], str]]:
     """Return `of` of each rank, in rank order, equal answers folded; empty ones are left out.
 

@@ -21,11 +21,10 @@ from nblaunch.insight import charts
 from nblaunch.insight.curves import Curve, Curves, curve_lines
 from nblaunch.insight.markup import ICONS, escaped, pre
 from nblaunch.protocol.reports import by_host, format_ranks, plural, size
-from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
+from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.view import html, summary
 from nblaunch.view.alike import label, sizes
 from nblaunch.view.mime import frame
-from nblaunch.view.output import last_line
 from nblaunch.view.panel_log import LogNews, PanelLog
 from nblaunch.view.panel_output import Feed
 from nblaunch.view.screen import plain
@@ -44,8 +43,6 @@ _RICH_VALUE_COST = 40_000
 _VALUE_COST = 4_000
 _READ_CHARACTERS = 20_000
 _FAILURE_COST = 600
-_LINES = 200
-_LINE_COST = 400
 STRAGGLER = "⚠"
 
 SILENT_SECONDS = 10.0
@@ -368,7 +365,7 @@ def _cells(numbers: Iterable[int], ranks: RankNotes, *, numbered: bool) -> str:
     return "".join(cells)
 
 
-# The head, what failed, and the attempts before.
+# The head, and what failed.
 
 
 def _head(state: RunState, header: summary.Header) -> str:
@@ -433,43 +430,6 @@ def _counts(state: RunState) -> str:
 def _failure(state: RunState) -> str:
     found = blame(state.ranks)
     return "".join((*html.failures(found, live=True), *map(html.note, summary.warning_lines(state))))
-
-
-def _tabs(state: RunState) -> str:
-    """Return a tab for each attempt, the present one last, and what the earlier ones were; empty without."""
-    shown, left_out = summary.earlier_attempts(state)
-    if not shown:
-        return ""
-    names = {each.number: f"attempt {each.number}" for each in shown}
-    tab = '<button type="button" class="nblaunch-tab" role="tab" data-act="tab"'
-    tabs = "".join(f'{tab} data-attempt="{number}">{name}</button>' for number, name in names.items())
-    hint = f'<span class="nblaunch-hint">{left_out}</span>' if left_out else ""
-    panels = "".join(
-        f'<div class="nblaunch-past" role="tabpanel" tabindex="0" aria-label="{names[attempt.number]}" '
-        f'data-attempt="{attempt.number}">{_past(attempt)}</div>'
-        for attempt in shown
-    )
-    return (
-        f'<div class="nblaunch-tabs" role="tablist" aria-label="Attempts">{hint}{tabs}'
-        f"{tab}>attempt {shown[-1].number + 1}, now</button></div>{panels}"
-    )
-
-
-def _past(attempt: AttemptState) -> str:
-    found = blame(attempt.ranks)
-    lines = []
-    for rank, known in sorted(attempt.ranks.items()):
-        last = last_line(known.transcript)
-        lines += [f"rank {rank}, last output: {clipped(last, _LINE_COST)}"] if last else []
-    seconds = f" after {attempt.ended - attempt.started:.1f} s" if attempt.ended is not None else ""
-    more = [f"… {len(lines) - _LINES} more lines …"] if len(lines) > _LINES else []
-    return "".join(
-        (
-            html.note(f"{summary.attempt_line(attempt, found)}{seconds}"),
-            *html.failures(found, live=True),
-            pre(escaped("\n".join([*lines[:_LINES], *more]))) if lines else "",
-        )
-    )
 
 
 # The parts, and what of them is sent.
@@ -634,7 +594,7 @@ class Drawing:
             self._troubled = troubled
             parts.change("failure", lambda: _failure(state), urgent=True)
             parts.change("hang", lambda: "".join(html.hang(state)), urgent=True)
-            parts.change("tabs", lambda: _tabs(state), urgent=True)
+            parts.change("attempts", lambda: "".join(html.attempts(state, live=True)), urgent=True)
         if not state.awaits_nodes:
             self._note_ranks(state, changed)
             self._note_values(state, changed)
