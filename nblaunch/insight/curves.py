@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from nblaunch.protocol.messages import Logged
 from nblaunch.protocol.metrics import MetricLog, points_of
+from nblaunch.protocol.reports import plural
 
 MOST_CURVES = 24
 """So many names are drawn; the table has all."""
@@ -256,7 +257,8 @@ def curve_lines(curves: Curves) -> list[str]:
     shown = curves.shown()
     wide = min(max((len(each.name) for each in shown), default=0), 24)
     lines = [f"{each.name.ljust(wide)}  {in_words(each)}" for each in shown]
-    return lines + ([hidden_line(curves)] if curves.hidden else [])
+    more = [f"… {plural(curves.hidden, 'more name')} in result.metrics …"] if curves.hidden else []
+    return lines + more
 
 
 def lines_by_rank(curves: Curves) -> list[str]:
@@ -279,10 +281,6 @@ def lines_by_rank(curves: Curves) -> list[str]:
     return lines
 
 
-def hidden_line(curves: Curves) -> str:
-    return f"… {curves.hidden} more name{'s' * (curves.hidden != 1)} in result.metrics …"
-
-
 def in_words(curve: Curve) -> str:
     """Return where a curve began and ended: `2.31 -> 0.42 (mean of 8 ranks; 0.40 .. 0.45)`."""
     first, last = _mean(curve.firsts.values()), curve.last_mean
@@ -291,7 +289,10 @@ def in_words(curve: Curve) -> str:
     finite = [value for value in curve.lasts.values() if math.isfinite(value)]
     if len(ranks) > 1 and finite and min(finite) < max(finite):
         about.append(f"{number(min(finite))} .. {number(max(finite))}")
-    about += apart_words(curve)
+    apart = curve.apart()
+    about += [f"rank {rank} apart: {number(value)}" for rank, value in list(apart.items())[:_NAMED]]
+    if len(apart) > _NAMED:
+        about.append(f"{len(apart) - _NAMED} more ranks apart")
     if curve.not_finite is not None:
         about.append(not_finite_words(curve.not_finite))
     began = "" if len(curve.sums) < 2 else f"{number(first)} -> "  # noqa: PLR2004 - one point is no way
@@ -300,13 +301,6 @@ def in_words(curve: Curve) -> str:
 
 _NAMED = 4
 _LASTS = 16
-
-
-def apart_words(curve: Curve) -> list[str]:
-    """Return the ranks that are apart, each with its value; of many the first ones."""
-    apart = curve.apart()
-    words = [f"rank {rank} apart: {number(value)}" for rank, value in list(apart.items())[:_NAMED]]
-    return words + ([f"{len(apart) - _NAMED} more ranks apart"] if len(apart) > _NAMED else [])
 
 
 def not_finite_words(found: NonFinitePoint) -> str:

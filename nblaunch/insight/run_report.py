@@ -486,10 +486,6 @@ def _attempt_lines(attempts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"- {each['number']}, {each['world_size']} ranks, {code(each['reason'])}{cause}"
 
 
-def _warning_lines(warnings: Sequence[str]) -> Iterator[str]:
-    yield from (f"- {code(each)}" for each in warnings)
-
-
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
     for name, figures in memory.items():
         # Of few ranks the figures of each, of many the ranks with the least and the most.
@@ -508,7 +504,7 @@ def _named_lines(values: Mapping[str, Any] | Sequence[Any]) -> Iterator[str]:
 _SECTIONS: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "hang": _hang_lines,
     "attempts": _attempt_lines,
-    "warnings": _warning_lines,
+    "warnings": _named_lines,
     "memory": _memory_lines,
     "metrics": _named_lines,
     "slowest_step": _named_lines,

@@ -138,7 +138,11 @@ class Contents:
             stack.append((path, obj, part.children))
             while stack:
                 inside, parent, children = stack[-1]
-                child = self._next(inside, children)
+                try:
+                    child = next(children, None)
+                except Exception as error:  # noqa: BLE001 - of the user's objects
+                    self._note(inside, error)
+                    child = None
                 if child is not None:
                     path, obj = _joined(inside, child[0]), child[1]
                     break
@@ -149,13 +153,6 @@ class Contents:
                         self._walked[id(parent)] = parent
             if not stack:
                 return
-
-    def _next(self, path: str, children: Iterator[Part]) -> Part | None:
-        try:
-            return next(children, None)
-        except Exception as error:  # noqa: BLE001 - of the user's objects
-            self._note(path, error)
-            return None
 
     def _add(self, path: str, part: TakenApart) -> None:
         texts = (path.encode("utf-8", "replace"), part.head.encode("utf-8", "replace"))
@@ -323,15 +320,14 @@ def _function(obj: types.FunctionType) -> TakenApart:
 def _code_bytes(code: types.CodeType) -> bytes:
     """Return what a function does, without the places of its lines."""
     constants = [
-        _code_bytes(each) if isinstance(each, types.CodeType) else _constant(each) for each in code.co_consts
+        _code_bytes(each)
+        if isinstance(each, types.CodeType)
+        # In any order, from process to process.
+        else repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each).encode()
+        for each in code.co_consts
     ]
     names = "\0".join((*code.co_names, *code.co_varnames)).encode()
     return digest(code.co_code, names, *constants)
-
-
-def _constant(value: Any) -> bytes:
-    # In any order, from process to process.
-    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value).encode()
 
 
 def _reduced(obj: Any) -> TakenApart:

@@ -354,7 +354,10 @@ def fit(
     The lines that the same ranks wrote have a share for each of these ranks; what one share leaves, the
     others may use. Displays stay. `prefix` returns the cost of a line's prefix.
     """
-    outputs = [replace(each, rows=tuple(map(_short_row, each.rows))) for each in outputs]
+    outputs = [
+        replace(each, rows=tuple(replace(row, item=_short(row.item, LINE_COST)) for row in each.rows))
+        for each in outputs
+    ]
     shares = [share for number, each in enumerate(outputs) for share in _shares(number, each, prefix)]
     limit = fair_limit((share.cost // share.ranks for share in shares for _ in range(share.ranks)), budget)
     cut: list[dict[int, Written | None]] = [{} for _ in outputs]
@@ -398,15 +401,11 @@ def _shares(
     return shares.values()
 
 
-def _short_row(row: Written) -> Written:
-    return replace(row, item=_short(row.item, LINE_COST)) if isinstance(row.item, Line) else row
-
-
-def _short(line: Line, limit: int) -> Line:
+def _short(item: Item, limit: int) -> Item:
     """Return a line that takes no more than `limit` bytes; one that takes more loses its colours too."""
-    if cost_of_line(line) <= limit:
-        return line
-    return Line(((PLAIN, shortened(line.text, limit)),), line.stream)
+    if not isinstance(item, Line) or cost_of_line(item) <= limit:
+        return item
+    return Line(((PLAIN, shortened(item.text, limit)),), item.stream)
 
 
 def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None]:
@@ -426,7 +425,7 @@ def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None
         ranks = tuple(sorted({rank for each in {row.ranks for row in dropped} for rank in each}))
         middle[middle.index(None)] = Written(ranks, _omission([row.item for row in dropped]))
     return [
-        replace(row, item=_short(row.item, limit)) if row is not None and isinstance(row.item, Line) else row
+        None if row is None else replace(row, item=_short(row.item, limit))
         for row in [*rows[:first], *middle, *rows[last:]]
     ]
 

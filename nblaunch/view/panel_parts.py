@@ -259,10 +259,6 @@ _ORDER = (State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED, State.RUNNIN
 _SPOKEN = 40
 
 
-def _usage_of_rank(known: RankState) -> str:
-    return escaped(usage_of([known]))
-
-
 def groups_of(ranks: RankNotes) -> dict[tuple[object, ...], list[RankState]]:
     """Return the ranks that are alike now: the same state, failure and remark; what differs comes first."""
     groups: dict[tuple[object, ...], list[RankState]] = {}
@@ -427,11 +423,6 @@ def _counts(state: RunState) -> str:
     )
 
 
-def _failure(state: RunState) -> str:
-    found = blame(state.ranks)
-    return "".join((*html.failures(found, live=True), *map(html.note, summary.warning_lines(state))))
-
-
 # The parts, and what of them is sent.
 
 
@@ -592,7 +583,11 @@ class Drawing:
         )
         if troubled != self._troubled:
             self._troubled = troubled
-            parts.change("failure", lambda: _failure(state), urgent=True)
+            shown = (
+                *html.failures(blame(state.ranks), live=True),
+                *map(html.note, summary.warning_lines(state)),
+            )
+            parts.change("failure", lambda: "".join(shown), urgent=True)
             parts.change("hang", lambda: "".join(html.hang(state)), urgent=True)
             parts.change("attempts", lambda: "".join(html.attempts(state, live=True)), urgent=True)
         if not state.awaits_nodes:
@@ -607,7 +602,7 @@ class Drawing:
         for rank in changed:
             known = state.ranks[rank]
             parts.change(f"r{rank}", partial(_card, known, ranks))
-            parts.change(f"u{rank}", partial(_usage_of_rank, known))
+            parts.change(f"u{rank}", partial(usage_of, [known]))
         if len(state.ranks) <= _CARDS:
             cards = ",".join(map(str, sorted(state.ranks)))
             parts.change("ranks", lambda: f'<div class="nblaunch-cards" data-own data-ranks="{cards}"></div>')

@@ -191,7 +191,7 @@ def test_up_to_eight_ranks_have_cards_that_name_their_hosts():
 def test_an_earlier_attempt_in_the_panel_names_hosts():
     state = advance(on_hosts(4, 2), Raised(rank=3, failure=FAILED))
     state = advance(state, AttemptStarted(number=1, world_size=4, time=3.0, reason="failure"))
-    assert "Root cause: rank 3 on h001:</strong>" in parts_of(state)["tabs"]
+    assert "Root cause: rank 3 on h001:</strong>" in parts_of(state)["attempts"]
 
 
 # --- nodes that are awaited, and what becomes known with them ---------------------------------------------
