@@ -174,7 +174,7 @@ class WidgetView:
     def close(self, state: RunState) -> None:
         try:
             took = self._clock() - self._opened
-            bundle = html_and_text(state, self._header, self._drawing.curves(state), took)
+            bundle = html_and_text(state, self._header, curves=self._drawing.curves(state), took=took)
             if self._display_id is not None:
                 from IPython.display import update_display
 
@@ -201,7 +201,7 @@ class WidgetView:
         background = threading.current_thread() is not threading.main_thread()
         self._in_place = background or _notebook.takes_updates()
         if self._in_place:
-            forms = _bundle(state, self._header, (), nodes + _UNFINISHED)
+            forms = html_and_text(state, self._header, outputs=(), note=nodes + _UNFINISHED)
         else:
             what = headline(state, self._header.title, self._header.backend)
             line = f"{what}: {nodes}running; {_FOLLOWS}"
@@ -279,31 +279,29 @@ def _mode(mode: str | None) -> str:
     return given
 
 
-def html_and_text(
-    state: RunState, header: Header, curves: Curves | None = None, took: float | None = None
-) -> Bundle:
-    """Return a run as a notebook shows it, with its text form for front ends without HTML.
-
-    `took` is how long it took in seconds; where outputs are compared it is left out.
-    """
-    return _bundle(state, header, folded(state), "" if state.finished else _LEFT, curves=curves, took=took)
-
-
-def _bundle(  # noqa: PLR0913 - what is drawn, and what the caller knows of it
+def html_and_text(  # noqa: PLR0913 - what is drawn, and what the caller knows of it
     state: RunState,
     header: Header,
-    outputs: Sequence[Folded],
-    note: str,
     *,
+    outputs: Sequence[Folded] | None = None,
+    note: str | None = None,
     curves: Curves | None = None,
     took: float | None = None,
 ) -> Bundle:
-    known = Curves.of(state.metrics) if curves is None else curves
+    """Return a run as a notebook shows it, with its text form for front ends without HTML.
+
+    `note` stands below it. `took` is how long it took in seconds; where outputs are compared it is left out.
+    """
+    if note is None:
+        note = "" if state.finished else _LEFT
+    outputs = folded(state) if outputs is None else outputs
+    curves = Curves.of(state.metrics) if curves is None else curves
+    below = f'<p style="{ROOT_STYLE}">{escaped(note)}</p>' if note else ""
     return {
-        "text/html": render_html(state, header, outputs=outputs, curves=known, took=took)
-        + (f'<p style="{ROOT_STYLE}">{escaped(note)}</p>' if note else ""),
-        "text/plain": render_text(state, header, outputs=outputs, curves=known)
-        + (f"\n{note}" if note else ""),
+        "text/html": render_html(state, header, outputs=outputs, curves=curves, took=took) + below,
+        "text/plain": "\n".join(
+            filter(None, (render_text(state, header, outputs=outputs, curves=curves), note))
+        ),
     }
 
 

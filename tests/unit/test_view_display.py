@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from shown_runs import out, returned, run_of
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch.client.run import SilentView
 from nblaunch.protocol.messages import (
-    AttemptStarted,
     Displayed,
-    Payload,
-    Printed,
-    Returned,
     Started,
-    Stream,
 )
-from nblaunch.protocol.state import Message, RunState, advance
+from nblaunch.protocol.state import RunState, advance
 from nblaunch.view import display
 from nblaunch.view.display import (
     GuardedView,
@@ -43,23 +39,6 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 REPOSITORY = str(Path(__file__).parents[2])
 
 HEADER = Header("cell", "gloo")
-
-
-def run_of(world_size, *messages: Message):
-    """Return the state after every rank has started and these messages have come."""
-    state = RunState.fresh(world_size)
-    begin = (Started(rank=rank, time=1.0) for rank in range(world_size))
-    for message in (AttemptStarted(number=0, world_size=world_size, time=0.0), *begin, *messages):
-        state = advance(state, message)
-    return state
-
-
-def out(rank, text):
-    return Printed(rank=rank, stream=Stream.STDOUT, text=text)
-
-
-def returned(rank, text=""):
-    return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text)
 
 
 class Terminal(io.StringIO):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lanes import sampled
+from shown_runs import out, returned, run_of
 
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.hang import report
@@ -26,18 +27,15 @@ from nblaunch.protocol.messages import (
     FailureRecord,
     FrameRecord,
     Hello,
-    Payload,
     Phase,
-    Printed,
     Raised,
-    Returned,
     RunEnded,
     Started,
     Stream,
     Where,
 )
 from nblaunch.protocol.reports import LocatedAll
-from nblaunch.protocol.state import Message, RunState, State, advance
+from nblaunch.protocol.state import State, advance
 from nblaunch.view.html import render_html
 from nblaunch.view.mime import balanced
 from nblaunch.view.summary import Header
@@ -81,23 +79,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text.append(data)
-
-
-def run_of(world_size, *messages: Message):
-    """Return the state after every rank has started and these messages have come."""
-    state = RunState.fresh(world_size)
-    begin = (Started(rank=rank, time=1.0) for rank in range(world_size))
-    for message in (AttemptStarted(number=0, world_size=world_size, time=0.0), *begin, *messages):
-        state = advance(state, message)
-    return state
-
-
-def out(rank, text, stream=Stream.STDOUT):
-    return Printed(rank=rank, stream=stream, text=text)
-
-
-def returned(rank, text="", html=""):
-    return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text, html=html)
 
 
 def shown(rank, **data):
