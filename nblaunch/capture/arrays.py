@@ -77,7 +77,6 @@ def _numpy() -> Any:
 
 
 def is_array(obj: Any) -> bool:
-    """Return whether `obj` is an array of any class."""
     numpy = _numpy()
     return numpy is not None and isinstance(obj, numpy.ndarray)
 
@@ -298,7 +297,6 @@ def shown_by(obj: Any) -> tuple[Any, int, int]:
 
 
 def memory_of(root: Any) -> Memory | None:
-    """Return what stands for the memory of an array that views were sent of, None if none were."""
     return _memories.get(id(root))
 
 
@@ -355,7 +353,6 @@ class _Ranges:
         self._waiting: list[Any] = []
 
     def add(self, owner: Any) -> None:
-        """Add memory, unless it lies within what there is."""
         self._waiting.append(owner)
 
     def find(self, low: int, high: int) -> tuple[Any, bool]:
@@ -387,7 +384,6 @@ def _first(entry: tuple[int, int, Any]) -> int:
 
 
 def range_of(owner: Any) -> tuple[int, int]:
-    """Return where the memory of an array or a storage begins and ends."""
     if tensors.is_storage(owner):
         return owner.data_ptr(), owner.data_ptr() + owner.nbytes()
     return _bounds(owner)
@@ -616,7 +612,6 @@ class _ArrayPart(tensors.StoragePart):
         return _memory, (self.placeholder,)
 
     def data(self) -> memoryview:
-        """Return the bytes of the range."""
         if self.start >= self.high:
             return memoryview(b"")
         return memoryview(_buffer(self.root, self.start, self.high)).cast("B")

@@ -125,7 +125,6 @@ def _packed_cell(
 def capture_values(
     values: dict[str, Any], namespace: dict[str, Any] | None = None, known: Known | None = None
 ) -> Captured:
-    """Capture variables for a push. Raises `CaptureError` for one that cannot be sent."""
     with _explained(values, namespace, "the push holds"):
         packed = pickling.dumps(values, namespace, known, push=True)
     notices = _notices(packed, values, namespace, known)

@@ -106,7 +106,6 @@ class _MainGlobals:
 
 
 def main_globals() -> dict[str, Any]:
-    """Return the globals of this process's `__main__`."""
     return sys.modules["__main__"].__dict__
 
 
@@ -171,7 +170,6 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
 
 def is_pandas(kind: type) -> bool:
-    """Return whether objects of a class are pandas's own."""
     module: object = kind.__module__  # a metaclass may have put anything there
     return isinstance(module, str) and module.startswith("pandas.") and kind not in copyreg.dispatch_table
 
@@ -257,7 +255,6 @@ class Outbound(_ValuePickler):
         self.globals_ref[id(globals_)] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         is_notebooks = self.is_notebooks(obj)  # first: it may find out which dictionary is the notebook
         reduced = super().reducer_override(obj)
         if is_notebooks and isinstance(reduced, tuple):
@@ -391,7 +388,6 @@ class Homebound(_ValuePickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
         tensors.refuse_bound(obj)
@@ -531,7 +527,6 @@ def dumps(
 
 
 def dumps_home(value: object) -> Packed:
-    """Pickle a rank's value for the notebook."""
     return _packed(value, Homebound, functools.partial(arrays.TrimmedMemories, writable=True))
 
 

@@ -50,7 +50,6 @@ _recipes: weakref.WeakKeyDictionary[type, Recipe | None] = weakref.WeakKeyDictio
 
 
 def _recipes_of(kind: type) -> Iterator[Recipe]:
-    """Yield the recipe for objects of a class."""
     for name in map(class_name, mro_of(kind)):
         if name in _BY_NAME:
             yield _BY_NAME[name]
@@ -252,7 +251,6 @@ _BY_NAME: dict[str, Recipe] = {
 
 
 def reduce_notebook_type(obj: Any) -> Any:
-    """Return how to rebuild one of these, `NotImplemented` for anything else."""
     reducer = _REDUCERS.get(type(obj))
     return NotImplemented if reducer is None else reducer(obj)
 
@@ -305,7 +303,6 @@ def _reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
-    """Give a variable of a closure its value."""
     (cell.cell_contents,) = content
 
 

@@ -241,7 +241,6 @@ class Incoming:
         os.ftruncate(self.fd, total)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Take one piece."""
         _write_at(self.fd, data, offset)
 
     def payload(self, sizes: tuple[int, ...]) -> Payload:
@@ -304,7 +303,6 @@ def _write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _free_memory() -> int:
-    """Return the bytes that may still be used: of the machine, and of the tightest cgroup's limit."""
     free = int(psutil.virtual_memory().available)
     container = tightest_memory()
     return free if container is None else min(free, container[1])

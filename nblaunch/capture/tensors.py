@@ -191,26 +191,22 @@ def has_usual_state(kind: type) -> bool:
 
 
 def is_tensor(obj: Any) -> bool:
-    """Return whether `obj` is a torch tensor of any class."""
     torch = sys.modules.get("torch")
     # Not `isinstance`, which reads `obj.__class__`: that may be a property.
     return torch is not None and issubclass(type(obj), torch.Tensor)
 
 
 def is_module(obj: Any) -> bool:
-    """Return whether `obj` is a torch module of any class."""
     torch = sys.modules.get("torch")
     return torch is not None and hasattr(torch, "nn") and issubclass(type(obj), torch.nn.Module)
 
 
 def is_plain_tensor(obj: Any) -> bool:
-    """Return whether `obj` is a tensor or a parameter, and of no other class."""
     torch = sys.modules.get("torch")
     return torch is not None and type(obj) in _plain(torch)
 
 
 def is_storage(obj: Any) -> bool:
-    """Return whether `obj` is the memory of tensors."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(type(obj), torch.UntypedStorage)
 
@@ -226,7 +222,6 @@ def is_borrowed(obj: Any) -> bool:
 
 
 def storage_over(array: Any) -> Any:
-    """Return a storage over the memory of an array of bytes."""
     import torch
 
     storage: Any = torch.from_numpy(array).untyped_storage()
@@ -235,7 +230,6 @@ def storage_over(array: Any) -> Any:
 
 
 def array_over(storage: Any) -> Any:
-    """Return an array of bytes over the memory of a storage."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
@@ -410,7 +404,6 @@ def _set_state(tensor: Any, state: tuple[Any, Any]) -> None:
 
 
 def set_parts(tensor: Any, parts: tuple[Any, Any, Any] | None) -> None:
-    """Give a leaf its gradient and its hooks."""
     gradient, hooks, later = parts or (None, None, None)
     tensor.grad = gradient
     if hooks or tensor._backward_hooks:  # noqa: SLF001 - where `register_hook` keeps them
@@ -446,7 +439,6 @@ class Far:
 
     @property
     def address(self) -> tuple[int, int]:
-        """Where the bytes are on their device, and how many."""
         return self._storage.data_ptr() + self._low, self.nbytes
 
     def pieces(self, size: int) -> Iterator[memoryview]:
@@ -612,7 +604,6 @@ class _TensorPart(StoragePart):
         return _untyped_part, (self.placeholder, self.storage.device.type)
 
     def data(self) -> memoryview | Far:
-        """Return the bytes of the range."""
         if self.start >= self.high:
             return memoryview(b"")
         if self.storage.device.type != "cpu":
@@ -632,7 +623,6 @@ class _Table:
         return _shifts, (self.placeholder,)
 
     def data(self) -> memoryview:
-        """Return the numbers as bytes, none if all are 0."""
         starts = array.array("q", [part.start for part in self._parts.values()])
         return memoryview(starts if any(starts) else b"").cast("B")
 

@@ -147,7 +147,6 @@ def logind_settings(main: str, added: Iterable[str] = ()) -> dict[str, str]:
 
 
 def logout_kills(cgroup: str, settings: Mapping[str, str], user: str) -> Iterator[Finding]:
-    """Report that logind ends this login session's processes with it, where it is set to."""
     only, spared = settings.get("KillOnlyUsers", "").split(), settings.get("KillExcludeUsers", "root").split()
     killed = user not in spared and (user in only or not only)
     if killed and settings.get("KillUserProcesses", "").lower() in _TRUE and _LOGIN_SESSION.search(cgroup):

@@ -87,7 +87,6 @@ class Gpu:
 
 
 def gpus() -> Iterator[Finding]:
-    """Report which GPUs there are, how much of their memory is free, and whether torch can use them."""
     program = shutil.which("nvidia-smi")
     if program is None:
         if any(Path("/dev").glob("nvidia[0-9]*")):
@@ -237,7 +236,6 @@ def _memory(gpu: Gpu, held: int) -> Finding:
 
 
 def _peers(matrix: str) -> Finding:
-    """Report whether the GPUs can read each other's memory."""
     refused, pairs = refused_pairs(matrix)
     if not pairs:
         return ok("peer-to-peer", "this driver does not tell")
@@ -271,7 +269,6 @@ def refused_pairs(matrix: str) -> tuple[list[str], int]:
 
 
 def health(own: DoctorRuntime) -> Iterator[Finding]:
-    """Report what is wrong with the GPUs themselves."""
     if why_no_torch():
         return
     import torch
@@ -393,7 +390,6 @@ def driver_errors(gpus: Gpus, xids: Sequence[Sequence[Any]]) -> Iterator[Finding
 
 
 def architecture(gpus: Gpus, built_for: Sequence[str]) -> Iterator[Finding]:
-    """Report whether this torch has code for the GPUs; `built_for` is torch's own list, empty if unknown."""
     if not built_for:
         return
     known = {index: tuple(gpu["capability"]) for index, gpu in gpus.items() if "capability" in gpu}
@@ -442,7 +438,6 @@ def torchs_architectures(own: DoctorRuntime, deadline: float) -> list[str]:
 
 
 def persistence(gpus: Gpus) -> Iterator[Finding]:
-    """Report whether the driver stays loaded while nothing uses it (persistence mode)."""
     name = "persistence mode"
     modes = [gpu["persistence"] for gpu in gpus.values() if "persistence" in gpu]
     if modes and all(modes):
@@ -453,7 +448,6 @@ def persistence(gpus: Gpus) -> Iterator[Finding]:
 
 
 def nvlink(gpus: Gpus, answers: Mapping[str, Any]) -> Iterator[Finding]:
-    """Report which GPUs NVLink connects."""
     name = "NVLink"
     joined, pairs = answers.get("joined", 0), answers.get("pairs", 0)
     down = {index: gpu["links"].count(0) for index, gpu in gpus.items() if any(gpu.get("links", ()))}

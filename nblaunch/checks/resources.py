@@ -100,7 +100,6 @@ def _container_tasks() -> tuple[str, int, int] | None:
 
 
 def memory() -> Iterator[Finding]:
-    """Report how much memory there is, on the machine and within the container's limit."""
     machine = psutil.virtual_memory()
     free = int(machine.available)
     summary = f"{size(free)} available of {size(machine.total)}"
@@ -126,7 +125,6 @@ def container_memory() -> tuple[int, int] | None:
 
 
 def threads() -> Iterator[Finding]:
-    """Report how many threads each rank computes with."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     value = os.environ.get("OMP_NUM_THREADS")
     if value is None:

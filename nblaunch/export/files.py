@@ -373,7 +373,6 @@ class _Pickled:
         return stream.getvalue()
 
     def load(self, directory: str, *, device: bool) -> Load:
-        """Return how to load them."""
         stem = self._names[0] if len(self._names) == 1 else "objects"
         targets = ", ".join(self._names)
         if self.tensors:

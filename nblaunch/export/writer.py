@@ -307,7 +307,6 @@ class _ScriptWriter:
         self._of_ranks = of_ranks
 
     def text(self, docstring: str, saved: str) -> str:
-        """Return the whole script; `saved` is the statement that binds the directory of its files."""
         first, last = self._process_group()
         top = self._rank_variables()
         if self._found.files:

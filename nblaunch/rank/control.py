@@ -104,7 +104,6 @@ class Link:
         self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
 
     def start(self, hello: wire.Hello) -> None:
-        """Connect, send `hello`, and start the control thread."""
         self._connect(hello)
         self._thread.start()
 

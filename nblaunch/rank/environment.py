@@ -97,7 +97,6 @@ def unheard_timeouts() -> str:
 
 
 def apply(prepare: Prepare, *, keep: bool) -> None:
-    """Take over the notebook's environment, directory, path and arguments."""
     wanted = for_rank(prepare.environ, keep=keep)
     for name in set(os.environ) - set(wanted):
         del os.environ[name]

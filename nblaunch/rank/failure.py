@@ -235,7 +235,6 @@ class DeviceBusyError(RuntimeError):
 
 @contextlib.contextmanager
 def unwaited() -> Iterator[None]:
-    """Within the block, wait for no tensor longer than a moment."""
     if not any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in _KINDS):
         yield
         return

@@ -42,7 +42,6 @@ server_pid = 0
 
 
 def isolate() -> None:
-    """Make this fork of the server a process of its own."""
     # SIGKILL in place of the SIGINT that torch.multiprocessing asks for, which a rank may ignore.
     die_with_parent(server_pid)
     become_subreaper()
@@ -79,7 +78,6 @@ class _InDirectory(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load torch's module; leave every other module to the other finders."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == _TEMPLATES else None
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
@@ -135,7 +133,6 @@ def reseed() -> None:
 
 
 def note_own_children() -> None:
-    """Have this process note which children it starts itself."""
     for module, names in _STARTERS:
         for name in names:
             start = getattr(module, name, None)

@@ -74,11 +74,8 @@ _RESUME = (
     "sys.path[:] = given['path']; from nblaunch.rank.main import resume; resume(given['orders'])"
 )
 
-AnyJob = wire.CellJob | wire.FunctionJob | wire.ScriptJob | wire.PushJob | wire.PullJob
-
 
 def run_rank(orders: wire.Orders) -> None:
-    """Be a rank; torchelastic's entry point."""
     isolate()
     if orders.fresh is not None:
         environ = environment.for_rank(orders.fresh, keep=orders.keep)
@@ -139,8 +136,8 @@ class Rank:
         self.device_name = "cpu"
         self.phase = wire.Phase.CONNECT
         self.titles: dict[str, str] = {}
-        self.outgoing: shared_memory.Outgoing | None = None
-        self.profile: shared_memory.Outgoing | None = None
+        self._outgoing = contextlib.ExitStack()
+        """The last job's value and profile: the notebook has them once the next job is dispatched."""
         self.variables = Variables(kept=orders.keep)
         self._last_names = wire.Names(rank=-1, names=())
         self._names_reported = False
@@ -210,7 +207,10 @@ class Rank:
             try:
                 step()
             except BaseException:
-                self._end_job()
+                # From here on no interrupt reaches the main thread, also none that is on its way.
+                with contextlib.suppress(KeyboardInterrupt):
+                    self.link.end_job()
+                self.link.end_job()
                 self._save(in_job=True)
                 self.link.metrics.settle(_SETTLE_SECONDS)
                 raise
@@ -230,12 +230,6 @@ class Rank:
             )
         except BaseException as error:  # noqa: BLE001 - a job may raise anything
             self._failed(error, 1)
-
-    def _end_job(self) -> None:
-        """Have no interrupt reach the main thread any more, also none that is on its way."""
-        with contextlib.suppress(KeyboardInterrupt):
-            self.link.end_job()
-        self.link.end_job()
 
     def _save(self, *, in_job: bool) -> None:
         """Call what `on_preempt` has registered, if that was ordered, and a job has run since the last time.
@@ -303,7 +297,7 @@ class Rank:
     def _work(self, dispatch: wire.Dispatch) -> None:
         self._begin(dispatch)
         job = dispatch.job
-        self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})
+        self.titles.update(dispatch.titles)
         if dispatch.code is not None:
             self.modules.take(dispatch.code)
         if not dispatch.internal and (notice := self.modules.notice()):
@@ -331,7 +325,6 @@ class Rank:
         self._returned(value, seen=seen, cell=job if isinstance(job, wire.CellJob) else None)
 
     def _profiled(self, dispatch: wire.Dispatch) -> AbstractContextManager[None]:
-        """Return what records the job, if that was asked for."""
         if not dispatch.insight.profile:
             return contextlib.nullcontext()
         # Not before: what is not asked for costs nothing.
@@ -343,8 +336,8 @@ class Rank:
 
     def _send_profile(self, reduced: bytes, trace: bytes) -> None:
         packed = pickling.Packed(memoryview(reduced), (memoryview(trace),))
-        self.profile = shared_memory.put(packed, self._spill)
-        self.link.send(wire.Profiled(rank=self.rank, data=self.profile.payload))
+        profile = self._outgoing.enter_context(shared_memory.put(packed, self._spill))
+        self.link.send(wire.Profiled(rank=self.rank, data=profile.payload))
 
     def _begin(self, dispatch: wire.Dispatch) -> None:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
@@ -358,11 +351,7 @@ class Rank:
             shell.free_gpu_memory()
         if not dispatch.internal:
             memory.reset_peak()
-        if self.outgoing is not None:
-            # The previous job's value: the notebook has it, or this job would not have been dispatched.
-            self.outgoing.close()
-            self.outgoing = None
-        self._drop_profile()
+        self._outgoing.close()
         late = not dispatch.internal and bool(stdio.output.kept)
         started = wire.Started(rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late)
         self.link.send(started, urgent=False)
@@ -371,7 +360,7 @@ class Rank:
             stdio.output.begin_job()
         self.link.begin_job()
 
-    def _arrived(self, parts: Sequence[memoryview], objects: wire.Objects, job: AnyJob) -> Any:
+    def _arrived(self, parts: Sequence[memoryview], objects: wire.Objects, job: object) -> Any:
         """Unpickle the payload of a session's job; keep it once it has arrived on every rank."""
         arrival, pushed = Arrival(), isinstance(job, wire.PushJob)
         try:
@@ -395,7 +384,7 @@ class Rank:
             raise
         return loaded.value
 
-    def _keep(self, job: AnyJob, loaded: pickling.Loaded, objects: wire.Objects, arrival: Arrival) -> None:
+    def _keep(self, job: object, loaded: pickling.Loaded, objects: wire.Objects, arrival: Arrival) -> None:
         arrival.undo()
         self.variables.keep(loaded, objects)
         self.variables.bring(arrival.offered)
@@ -409,7 +398,6 @@ class Rank:
 
     @contextlib.contextmanager
     def _seen_inside(self, dispatch: wire.Dispatch) -> Iterator[None]:
-        """Within the block, the probes that the job was submitted with are at work."""
         with contextlib.ExitStack() as probes:
             if not dispatch.internal:
                 recorder = self.link.metrics
@@ -436,7 +424,7 @@ class Rank:
     def _notify(self, text: str) -> None:
         self.link.send(wire.RankNotice(rank=self.rank, text=failure.encodable(text)))
 
-    def _do(self, job: AnyJob, loaded: Any) -> object:
+    def _do(self, job: wire.AnyJob, loaded: Any) -> object:
         match job:
             case wire.CellJob():
                 return self._run_cell(job, loaded)
@@ -448,10 +436,13 @@ class Rank:
                 function, args, kwargs, _ = loaded  # the function's globals have the variables already
                 value = function(*args, **dict(kwargs))
                 return asyncio.run(value) if inspect.iscoroutine(value) else value
-            case wire.ScriptJob():
-                return self._run_script(job)
+            case wire.ScriptJob(file=file, pull=names):
+                if file:
+                    self.titles[self.modules.path_here(file)] = job.title
+                script.run(msgspec.structs.replace(job, path=self.modules.path_here(job.path)))
+                return dict(zip(names, self.variables.pull(names), strict=True)) if names else 0
 
-    def _do_to_the_end(self, job: AnyJob, loaded: Any) -> object:
+    def _do_to_the_end(self, job: wire.AnyJob, loaded: Any) -> object:
         """Do the only job of this rank, and wait for its threads: it ends as a script does.
 
         A failure is reported first: peers may wait for this rank. What is left to do then comes in `_leave`.
@@ -471,11 +462,8 @@ class Rank:
             script.wait_for_threads(self._telling)
         except BaseException:
             # An interrupt. Its outcome ends the process.
-            self._call_exit_functions()
+            script.call_exit_functions(self._telling)
             raise
-
-    def _call_exit_functions(self) -> None:
-        script.call_exit_functions(self._telling)
 
     def _telling(self, what: Callable[[], str]) -> AbstractContextManager[None]:
         """Return what says, after a moment, what the rank finishes until the block ends."""
@@ -502,13 +490,6 @@ class Rank:
             device=self.device,
         )
 
-    def _run_script(self, job: wire.ScriptJob) -> object:
-        if job.file:
-            self.titles[self.modules.path_here(job.file)] = job.title
-        script.run(msgspec.structs.replace(job, path=self.modules.path_here(job.path)))
-        pulled = dict(zip(job.pull, self.variables.pull(job.pull), strict=True))
-        return pulled if job.pull else 0
-
     def _returned(self, value: object, *, seen: bool = True, cell: wire.CellJob | None = None) -> None:
         self.phase = wire.Phase.VALUE
         used = None if self._internal else memory.used()
@@ -519,22 +500,23 @@ class Rank:
         text, html = shell.prepare().describe(value) if seen else ("", "")
         not_sent = ""
         if cell is None:
-            self.outgoing = values.send(value, self._spill)
+            outgoing = values.send(value, self._spill)
         else:
-            self.outgoing, not_sent = values.send_or_stand_in(
+            outgoing, not_sent = values.send_or_stand_in(
                 value, self._spill, shown=text, rank=self.rank, asked_for=cell.keeps_value
             )
+        self._outgoing.enter_context(outgoing)
         if self.device.type != "cpu" and self.link.times_freed > freed:
             # The value waited for a collective that was then aborted, so its numbers are not the job's.
             raise KeyboardInterrupt
         if not self.orders.keep:
             # Once the value is packed: they close what it may be made of.
             self.link.resume_job()
-            self._call_exit_functions()
+            script.call_exit_functions(self._telling)
         self.link.send(
             wire.Returned(
                 rank=self.rank,
-                value=self.outgoing.payload,
+                value=outgoing.payload,
                 time=time.time(),
                 text=failure.encodable(text),
                 html=failure.encodable(html),
@@ -626,7 +608,7 @@ class Rank:
             # A fork ends by os._exit; programs expect this all the same.
             if not self._waited:
                 self._wait_for_threads()
-            self._call_exit_functions()
+            script.call_exit_functions(self._telling)
             if exitcode and not self.orders.keep:
                 self.link.send(
                     wire.Finishing(rank=self.rank, what="", offsets=stdio.output.end_job(keep=False))
@@ -643,12 +625,4 @@ class Rank:
                 with contextlib.suppress(Exception):
                     stream.flush()
             self.link.close()
-            if self.outgoing is not None:
-                self.outgoing.close()
-            self._drop_profile()
-
-    def _drop_profile(self) -> None:
-        """Free the last job's profile: whoever wants it has it."""
-        if self.profile is not None:
-            self.profile.close()
-            self.profile = None
+            self._outgoing.close()

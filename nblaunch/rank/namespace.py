@@ -103,7 +103,6 @@ class Variables:
         return name in namespace and namespace[name] is not self._came.get(name, _REBOUND)
 
     def push(self, given: Mapping[str, object]) -> None:
-        """Take variables that the notebook has pushed, also in place of the rank's own."""
         shell.namespace().update(given)
         self._came.update(given)
         self._received.update(given)
@@ -168,7 +167,6 @@ class Arrival:
                 namespace[name] = value
 
     def undo(self) -> None:
-        """Remove the variables that were filled in."""
         namespace = shell.namespace()
         while self._filled:
             namespace.pop(self._filled.pop(), None)

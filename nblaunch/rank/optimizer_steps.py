@@ -20,7 +20,6 @@ _ends = weakref.WeakKeyDictionary[Optimizer, torch.cuda.Event]()
 
 
 def follow() -> None:
-    """Follow the steps of all optimizers from now on."""
     register_optimizer_step_post_hook(_note)
 
 

@@ -348,7 +348,6 @@ def _abort(then: Callable[[], None]) -> None:
 
 
 def _numbers(group: Any) -> dict[str, int | None]:
-    """Return the number of the last operation that each backend of a group was called for."""
     return {str(each.name()): _number_of(each) for each in in_place.backends_of(group)}
 
 

@@ -29,7 +29,6 @@ class StoreNotes(ast.NodeTransformer):
         setattr(builtins, _NOTES, self._noted)
 
     def taken(self) -> set[str]:
-        """Return the variables that were bound since the last call."""
         noted = set(self._noted)
         self._noted.clear()
         return noted

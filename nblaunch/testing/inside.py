@@ -85,7 +85,6 @@ class _Pytest:
 
 @functools.cache
 def _known() -> list[_Pytest]:
-    """Return where this rank keeps its pytest."""
     return []
 
 
@@ -161,7 +160,6 @@ def _parts(name: str) -> list[str]:
 
 
 def call(target: Target, /, **fixtures: Any) -> None:
-    """Call a test; whatever it raises goes on, with what pytest says about it."""
     (pytest_here,) = _known()
     os.environ["PYTEST_CURRENT_TEST"] = f"{target.nodeid} (call)"
     try:
