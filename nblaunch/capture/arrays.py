@@ -12,8 +12,10 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import mmap
+import operator
 import pickle
 import sys
+import types
 import weakref
 import zlib
 from bisect import bisect_right
@@ -57,28 +59,16 @@ class Memory:
     def by_value(self) -> tuple[Any, ...]:
         """Return how to rebuild the bytes in memory of their own, or None for those of a file."""
         root = self.root()
-        return (_nothing, ()) if _is_mapped(root) else (_memory, (_buffer(root),))
+        return (types.NoneType, ()) if _is_mapped(root) else (_memory, (_buffer(root),))
 
 
 _memories: dict[int, Memory] = {}
 """By the address of the array at the end of the chain of bases, while that one is alive."""
 
 
-def _memory_of(root: Any) -> Memory:
-    if id(root) not in _memories:
-        _memories[id(root)] = Memory(root)
-    return _memories[id(root)]
-
-
-def _numpy() -> Any:
-    """Return NumPy if it has been imported (and not only begun to be), else None."""
-    numpy = sys.modules.get("numpy")
-    return numpy if hasattr(numpy, "memmap") else None
-
-
 def is_array(obj: Any) -> bool:
-    numpy = _numpy()
-    return numpy is not None and isinstance(obj, numpy.ndarray)
+    numpy: Any = sys.modules.get("numpy")
+    return hasattr(numpy, "memmap") and isinstance(obj, numpy.ndarray)  # it may be half imported
 
 
 def last_base(array: Any) -> Any:
@@ -148,10 +138,6 @@ def _memory(buffer: Any) -> Any:
     return np.frombuffer(bytearray(view) if view.readonly else view, np.uint8)
 
 
-def _nothing() -> None:
-    return None
-
-
 def bytes_of(memory: Any) -> Any:
     """Return the bytes of an array in one piece, or of a storage, as an array over them."""
     if tensors.is_storage(memory):
@@ -195,10 +181,6 @@ def _storage(memory: Any, shifts: Any, number: int, offset: int, size: int) -> A
     """Return a storage of torch's over memory of NumPy's."""
     offset -= shifts[number] if shifts else 0
     return tensors.storage_over(bytes_of(memory)[offset : offset + size])
-
-
-def _dressed(array: Any, kind: type) -> Any:
-    return array.view(kind)
 
 
 def _mapped(  # noqa: PLR0913, PLR0917 - all that makes up a memmap
@@ -265,7 +247,7 @@ def reduce_alone(array: Any) -> Any:
     numpy = sys.modules["numpy"]
     if kind is numpy.ndarray or not is_taken_apart(kind):
         return NotImplemented
-    return _with_attributes(array, (_dressed, (array.view(numpy.ndarray), kind)))
+    return _with_attributes(array, (numpy.ndarray.view, (array.view(numpy.ndarray), kind)))
 
 
 def _place(array: Any, root: Any) -> tuple[Any, ...]:
@@ -376,11 +358,7 @@ class _Ranges:
         return None, place < len(self._entries) and self._entries[place][0] < high
 
     def _place(self, address: int) -> int:
-        return bisect_right(self._entries, address, key=_first)
-
-
-def _first(entry: tuple[int, int, Any]) -> int:
-    return entry[0]
+        return bisect_right(self._entries, address, key=operator.itemgetter(0))
 
 
 def range_of(owner: Any) -> tuple[int, int]:
@@ -556,7 +534,9 @@ class WholeMemories(tensors.WholeStorages):
         """Return what stands for the memory of an array or a storage, of which these bytes are shown."""
         if tensors.is_storage(owner):
             return owner, None, 0
-        memory = _memory_of(owner)
+        if id(owner) not in _memories:
+            _memories[id(owner)] = Memory(owner)
+        memory = _memories[id(owner)]
         if id(owner) in self._whole:
             memory.whole = weakref.ref(self._whole[id(owner)][1])
         elif _root_of_whole(owner) is None:

@@ -511,19 +511,19 @@ def dumps(
     goes along. With `trim` a view of a large tensor takes along only the part of its storage that it shows.
     Raises whatever the objects raise.
     """
-    if known is None:
-        kind: type[Outbound] = Outbound
-    else:
-        kind = _Refreshing if push else _Identifying
-    make = functools.partial(kind, namespace=namespace, known=known)
-    if known is None:
-        memories = arrays.TrimmedMemories if trim else arrays.WholeMemories
-        try:
-            return _packed(value, make, memories)
-        except Exception:  # noqa: BLE001 - whatever the objects raise
-            # The namespace has much in it that cannot be sent: perhaps an object holds it.
-            return _packed(value, functools.partial(Guarded, namespace=namespace, known=None), memories)
-    return _packed(value, make, functools.partial(arrays.WholeMemories, known.key_of, known.memories))
+
+    def packed(kind: type[Outbound], memories: Callable[..., arrays.WholeMemories]) -> Packed:
+        return _packed(value, functools.partial(kind, namespace=namespace, known=known), memories)
+
+    if known is not None:
+        there = functools.partial(arrays.WholeMemories, known.key_of, known.memories)
+        return packed(_Refreshing if push else _Identifying, there)
+    memories = arrays.TrimmedMemories if trim else arrays.WholeMemories
+    try:
+        return packed(Outbound, memories)
+    except Exception:  # noqa: BLE001 - whatever the objects raise
+        # The namespace has much in it that cannot be sent: perhaps an object holds it.
+        return packed(Guarded, memories)
 
 
 def dumps_home(value: object) -> Packed:

@@ -33,10 +33,9 @@ _WRAPPED = "_wrapped_by_lr_sched"
 
 def reduce(obj: Any) -> Any:
     """Return how to rebuild one of these objects, `NotImplemented` for anything else."""
-    reduced = reduce_notebook_type(obj)
-    if reduced is not NotImplemented:
-        return reduced
     kind = type(obj)
+    if kind in _REDUCERS and (reduced := _REDUCERS[kind](obj)) is not NotImplemented:
+        return reduced
     if kind is types.FunctionType:
         # The mark that torch.compile leaves on its wrapper.
         return _compiled_function(obj) if "_torchdynamo_orig_callable" in obj.__dict__ else NotImplemented
@@ -223,11 +222,8 @@ def _validated_call(wrapper: Any) -> Any:
 
 
 def _number_facts(facts: Any) -> Any:
-    return type(facts), (getattr(sys.modules["torch"], facts.dtype),)
-
-
-def _numpys_number_facts(facts: Any) -> Any:
-    return type(facts), (facts.dtype,)
+    dtype = facts.dtype  # torch's are texts
+    return type(facts), (getattr(sys.modules["torch"], dtype) if type(dtype) is str else dtype,)
 
 
 _BY_NAME: dict[str, Recipe] = {
@@ -238,8 +234,8 @@ _BY_NAME: dict[str, Recipe] = {
     "torch.jit.torch.jit.ScriptFunction": _scripted_function,
     "torch.finfo": _number_facts,
     "torch.iinfo": _number_facts,
-    "numpy.finfo": _numpys_number_facts,
-    "numpy.iinfo": _numpys_number_facts,
+    "numpy.finfo": _number_facts,
+    "numpy.iinfo": _number_facts,
     "pydantic._internal._validate_call.ValidateCallWrapper": _validated_call,
 }
 """By the qualified name of a class; it goes for the classes made of it."""
@@ -248,11 +244,6 @@ _BY_NAME: dict[str, Recipe] = {
 # Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
 # The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
 # not at all, because of a lock or a weak reference that has no meaning elsewhere.
-
-
-def reduce_notebook_type(obj: Any) -> Any:
-    reducer = _REDUCERS.get(type(obj))
-    return NotImplemented if reducer is None else reducer(obj)
 
 
 def _reduce_cached_function(obj: Any) -> Any:

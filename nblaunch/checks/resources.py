@@ -62,7 +62,10 @@ def open_files() -> Iterator[Finding]:
 def processes() -> Iterator[Finding]:
     """Compare the limits on processes, the user's and the container's, with what ranks take."""
     name = "process limit"
-    limits = [each for each in (_user_tasks(), _container_tasks()) if each is not None]
+    container = _cgroups.tightest_tasks(cgroups("pids"))
+    limits = [] if container is None else [("the container", *container)]
+    if (user := _user_tasks()) is not None:
+        limits.append(user)
     if not limits:
         yield ok(name, "none that counts")
         return
@@ -92,11 +95,6 @@ def _user_tasks() -> tuple[str, int, int] | None:
         if uids is not None and uids.real == os.getuid():
             used += process.info["num_threads"] or 1
     return "this user", used, soft
-
-
-def _container_tasks() -> tuple[str, int, int] | None:
-    tightest = _cgroups.tightest_tasks(cgroups("pids"))
-    return None if tightest is None else ("the container", *tightest)
 
 
 def memory() -> Iterator[Finding]:

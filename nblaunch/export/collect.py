@@ -243,9 +243,7 @@ class Collector:
                 for name in sorted(names & self._literals.keys()):
                     del self._literals[name]
                     self._items.pop(self._target(name))
-                    self._save(
-                        name, self._patches[name].value if name in self._patches else self._namespace[name]
-                    )
+                    self._save(name, self._value(name))
 
     def _used_by(self, definition: str) -> frozenset[str]:
         """Return what runs when the script makes a definition, and what that uses at once."""

@@ -419,13 +419,6 @@ class _Pickled:
             "has no source that could be copied, and cannot be saved beside a script. Make it in the cell."
         )
 
-    def _refusal(self, content: object) -> Exception | None:
-        try:
-            self._dumped(content)
-        except Exception as error:  # noqa: BLE001 - whatever the objects raise
-            return error
-        return None
-
 
 def _file_of(array: Any) -> str:
     """Return the file that an array of NumPy is mapped from, empty for any other."""

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import io
-import linecache
 import logging
 import re
 import tokenize
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nblaunch._errors import NblaunchError
+from nblaunch.capture.capture import cell_source
 from nblaunch.capture.names import CellNames, cell_names, interpolated, ipython_call
 from nblaunch.capture.parts import fact_of, functions_in
 from nblaunch.export.imports import Import, imports_in
@@ -101,7 +101,7 @@ class NotebookSource:
         number, chunk = self._last(name)
         if chunk is not None and not chunk.definition and fact_of(value, "__wrapped__") is not None:
             return None  # `f = wrapped(f)`: the `def` alone is not all of it
-        cells = {code: text for code in _codes(value) if (text := source_of(code)) is not None}
+        cells = {code: text for code in _codes(value) if (text := cell_source(code.co_filename)) is not None}
         found = {self._defined_at(name, code, text) for code, text in cells.items()}
         if isinstance(value, type) and (len(found) > 1 or None in found):
             return None  # a method was put into the class, or another one for it, after its definition
@@ -156,12 +156,6 @@ def _is_constant(chunk: Chunk) -> bool:
         isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
         for node in chunk.nodes
     )
-
-
-def source_of(code: types.CodeType) -> str | None:
-    entry = linecache.cache.get(code.co_filename)
-    # Entries without a modification time are no files: IPython puts cells there.
-    return "".join(entry[2]) if entry is not None and len(entry) == 4 and entry[1] is None else None  # noqa: PLR2004
 
 
 def _codes(value: object) -> Iterator[types.CodeType]:

@@ -392,11 +392,8 @@ _UNFORGOTTEN = "it cannot forget its last step: "
 def _why_lost(thing: object, lost: Sequence[tuple[object, str]]) -> str | None:
     """Return why a thing does not go on with the groups that it was made for; None if it does."""
     why = next((f"{_UNFORGOTTEN}{why}" for each, why in lost if each is thing), None)
-    return "" if why is None and _is_wrapped_whole(thing) else why
-
-
-def _is_wrapped_whole(value: object) -> bool:
-    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(value).__mro__)
+    wrapped_whole = any(kind.__name__ == "FullyShardedDataParallel" for kind in type(thing).__mro__)
+    return "" if why is None and wrapped_whole else why
 
 
 def _is_about_groups(error: BaseException) -> bool:

@@ -305,23 +305,19 @@ def _query(device: torch.device) -> bool:
 def _asked(call: Callable[[torch.device], object], device: torch.device, seconds: float) -> str | None:
     """Ask CUDA on a thread; return its error, "" without one, None without an answer within `seconds`."""
     found: list[str] = []
-    thread = threading.Thread(
-        target=lambda: found.append(_cuda_error(lambda: call(device))),
-        name="nblaunch-synchronize",
-        daemon=True,
-    )
+
+    def ask() -> None:
+        try:
+            call(device)
+        except RuntimeError as error:
+            found.append(str(error).partition("\n")[0])
+        else:
+            found.append("")
+
+    thread = threading.Thread(target=ask, name="nblaunch-synchronize", daemon=True)
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
-
-
-def _cuda_error(call: Callable[[], object]) -> str:
-    """Return CUDA's error in a call, in one line; empty if there is none."""
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
 
 
 def _end_nccl() -> None:
