@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.capture import tensors
-from nblaunch.capture.parts import attributes_of, set_attributes
+from nblaunch.capture.parts import Made, attributes_of, set_attributes
 
 _FILE = ("filename", "offset", "mode", "_mmap")
 """The attributes of a `numpy.memmap` that belong to its file."""
@@ -585,7 +585,8 @@ class _ArrayPart(tensors.StoragePart):
 
     def __init__(self, root: Any, size: int, number: int) -> None:
         self.root = root
-        self.storage = _PartAsStorage(self)
+        self.storage = Made((_whole_storage, (self,)))
+        """One storage for all tensors over this memory."""
         super().__init__(number, size)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -595,16 +596,6 @@ class _ArrayPart(tensors.StoragePart):
         if self.start >= self.high:
             return memoryview(b"")
         return memoryview(_buffer(self.root, self.start, self.high)).cast("B")
-
-
-class _PartAsStorage:
-    """One storage for all tensors over the memory of an array."""
-
-    def __init__(self, part: _ArrayPart) -> None:
-        self._part = part
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _whole_storage, (self._part,)
 
 
 def _whole_storage(memory: Any) -> Any:

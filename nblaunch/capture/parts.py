@@ -13,6 +13,7 @@ import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cloudpickle import cloudpickle as _cloudpickle
@@ -91,6 +92,16 @@ def is_by_value(obj: type | types.FunctionType | types.ModuleType) -> bool:
     if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:
         return False
     return not _cloudpickle._should_pickle_by_reference(obj)  # noqa: SLF001 - its own answer, never ours
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Unpickles as what this makes, as `__reduce__` says it."""
+
+    reduced: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
 
 
 # Attributes

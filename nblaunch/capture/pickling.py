@@ -38,7 +38,7 @@ from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import arrays, identity, push, recipes, tensors
 from nblaunch.capture.annotations import annotation_names
-from nblaunch.capture.parts import LEAVES, global_names
+from nblaunch.capture.parts import LEAVES, Made, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -96,13 +96,6 @@ def _memory_range(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
 
 _NAMESPACE = 0
 """The key of the notebook's namespace, which no object has: on a rank it is the rank's own."""
-
-
-class _MainGlobals:
-    """Unpickles as the globals of the process's own `__main__`."""
-
-    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
-        return main_globals, ()
 
 
 def main_globals() -> dict[str, Any]:
@@ -252,7 +245,7 @@ class Outbound(_ValuePickler):
     def _add_notebook(self, globals_: dict[str, Any]) -> None:
         self._notebook.add(id(globals_))
         # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-        self.globals_ref[id(globals_)] = _MainGlobals()
+        self.globals_ref[id(globals_)] = Made((main_globals, ()))
 
     def reducer_override(self, obj: Any) -> Any:
         is_notebooks = self.is_notebooks(obj)  # first: it may find out which dictionary is the notebook

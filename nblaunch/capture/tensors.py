@@ -203,7 +203,7 @@ def is_module(obj: Any) -> bool:
 
 def is_plain_tensor(obj: Any) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and type(obj) in _plain(torch)
+    return torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_storage(obj: Any) -> bool:
@@ -266,7 +266,7 @@ def _elsewhere(tensor: Any) -> Any:
     import torch
 
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
-    if plain and tensor.nbytes and type(tensor) in _plain(torch) and not tensor.is_quantized:
+    if plain and tensor.nbytes and is_plain_tensor(tensor) and not tensor.is_quantized:
         memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
         memory.tensor = tensor  # lives as long as the memory is read
         alone: Any = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
@@ -309,7 +309,7 @@ def _is_sole_user(torch: Any, tensor: Any) -> bool:
     A view, an array of NumPy, a DLPack capsule, a collective at work and a graph that saved the tensor each
     add to a count. The counts of a new tensor differ between versions of torch.
     """
-    if type(tensor) not in _plain(torch) or hasattr(tensor.untyped_storage(), "is_shared_with_arrays"):
+    if not is_plain_tensor(tensor) or hasattr(tensor.untyped_storage(), "is_shared_with_arrays"):
         return False
     return _users(torch, tensor) == _users(torch, torch.empty(1))
 
@@ -318,10 +318,6 @@ def _users(torch: Any, tensor: Any) -> tuple[int, ...]:
     storage = tensor.untyped_storage()
     in_torch = torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # noqa: SLF001 - no public counts
     return (*in_torch, sys.getrefcount(storage))
-
-
-def _plain(torch: Any) -> tuple[type, type]:
-    return torch.Tensor, torch.nn.Parameter
 
 
 # What torch leaves out of a tensor's pickle, and what is part of the tensor for its user.

@@ -517,10 +517,6 @@ class _ValuesOnly(pickle.Pickler):
         raise TypeError
 
 
-def _is_leaf(container: Any) -> bool:
-    return is_leaf(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
-
-
 def _sample(container: Any) -> Iterator[Any]:
     """Yield some elements of a large container, the first and the last among them."""
     elements = container.items() if isinstance(container, dict) else container
@@ -571,7 +567,9 @@ class _FramePickler(Guarded):
         kind = type(obj)
         if id(obj) in self._notebook:
             return _UNKNOWN  # it leads to all variables, which are known by name
-        if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
+        if kind in _CONTAINERS and (
+            not obj or is_leaf(obj if len(obj) <= MOST_ELEMENTS else list(_sample(obj)))
+        ):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
         self._children, self._names, self._visited = [], set(), {id(obj): -1}
@@ -579,10 +577,9 @@ class _FramePickler(Guarded):
         try:
             own = self._own_state(obj)
         except Exception:  # noqa: BLE001 - whatever the objects raise; and what is too large
-            return ObjectFrame(None, tuple(dict.fromkeys(self._children)), frozenset(self._names))
-        if kind in _WEAK:
             own = None
-        return ObjectFrame(own, tuple(dict.fromkeys(self._children)), frozenset(self._names))
+        digest = None if kind in _WEAK else own
+        return ObjectFrame(digest, tuple(dict.fromkeys(self._children)), frozenset(self._names))
 
     def _own_state(self, obj: Any) -> object:
         if tensors.is_tensor(obj):

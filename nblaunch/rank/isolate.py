@@ -99,16 +99,11 @@ def _forget_inherited_servers() -> None:
     for fd in (inherited._forkserver_alive_fd, tracker._fd):  # noqa: SLF001
         if fd is not None:
             os.close(fd)
-    for name, value in (
-        ("_forkserver_address", None),
-        ("_forkserver_alive_fd", None),
-        ("_forkserver_pid", None),
-        ("_inherited_fds", None),
-        ("_preload_modules", ["__main__"]),
-    ):
-        setattr(inherited, name, value)
-    tracker._fd = None  # noqa: SLF001
-    tracker._pid = None  # noqa: SLF001
+    vars(inherited).update(
+        _forkserver_address=None, _forkserver_alive_fd=None, _forkserver_pid=None, _inherited_fds=None
+    )
+    vars(inherited)["_preload_modules"] = ["__main__"]
+    vars(tracker).update(_fd=None, _pid=None)
 
 
 def reseed() -> None:

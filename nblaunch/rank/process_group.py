@@ -87,8 +87,7 @@ class Groups:
 
     def tally(self, group: str, backend: str, called: int | None, recorded: int | None = None) -> Tally:
         """Return what is known of a group, with the names of it that all ranks have."""
-        title = str(getattr(self.named[group], "group_desc", ""))
-        title = title if title not in ("", "undefined") else group
+        title = flight_recorder.title(group, str(getattr(self.named[group], "group_desc", "")))
         return Tally(group, title, backend, self.names[group], called, recorded)
 
 
@@ -344,14 +343,13 @@ def _abort(then: Callable[[], None]) -> None:
 
 
 def _numbers(group: Any) -> dict[str, int | None]:
-    return {str(each.name()): _number_of(each) for each in in_place.backends_of(group)}
-
-
-def _number_of(backend: Any) -> int | None:
-    try:
-        return int(backend._get_sequence_number_for_group())  # noqa: SLF001 - as torch's own debug wrapper
-    except RuntimeError:
-        return None  # it does not count
+    found: dict[str, int | None] = {}
+    for backend in in_place.backends_of(group):
+        found[str(backend.name())] = None
+        with contextlib.suppress(RuntimeError):  # it does not count
+            number = backend._get_sequence_number_for_group()  # noqa: SLF001 - as torch's own debug wrapper
+            found[str(backend.name())] = int(number)
+    return found
 
 
 def _uses_nccl() -> bool:
