@@ -21,18 +21,8 @@ from nblaunch.diagnose.failures import blames_a_peer
 from nblaunch.diagnose.hang import difference_of
 from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
 from nblaunch.group.recovery import free
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import EarlyEnd
-from nblaunch.protocol.messages import (
-    Collective,
-    Exited,
-    FromRank,
-    Interrupt,
-    InterruptSeen,
-    Noticed,
-    Raised,
-    Waiting,
-    Where,
-)
 from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
 from nblaunch.protocol.state import RunState
 
@@ -101,7 +91,7 @@ class HangWatch(msgspec.Struct, frozen=True):
         return after, not stuck <= self.reported
 
 
-def _pending(collectives: tuple[Collective, ...]) -> _Pending:
+def _pending(collectives: tuple[messages.Collective, ...]) -> _Pending:
     return tuple((known.key, known.sequence) for known in collectives if not known.completed)
 
 
@@ -173,12 +163,12 @@ class Steps(msgspec.Struct, frozen=True):
     done: Mapping[int, tuple[int, ...]] | None = None
     since: float = 0.0
 
-    def after(self, answers: Mapping[int, Where], now: float) -> Steps:
+    def after(self, answers: Mapping[int, messages.Where], now: float) -> Steps:
         """Return this with one more survey."""
         done = {rank: answer.done for rank, answer in answers.items()}
         return self if done == self.done else Steps(done, now)
 
-    def stuck(self, answers: Mapping[int, Where], state: RunState, now: float, grace: float) -> bool:
+    def stuck(self, answers: Mapping[int, messages.Where], state: RunState, now: float, grace: float) -> bool:
         """Return whether the ranks wait for something that will not come; `state` is that of the job."""
         if any(answer.broken for answer in answers.values()):
             return True  # what it has begun to its recorder will never run
@@ -198,13 +188,13 @@ def _at_work(state: RunState) -> list[int]:
     return [rank for rank, known in state.ranks.items() if not known.state.final]
 
 
-def _progress(answers: Mapping[int, Where]) -> tuple[bool, set[int]]:
+def _progress(answers: Mapping[int, messages.Where]) -> tuple[bool, set[int]]:
     """Return whether all ranks of some open collective have begun it, and which ranks the others lack."""
     recent = {rank: answer.recent or answer.collectives for rank, answer in answers.items()}
     under_way, absent = False, set[int]()
     for first in (each for known in recent.values() for each in known if not each.completed):
         members = first.ranks or tuple(answers)
-        begun: dict[int, Collective] = {}
+        begun: dict[int, messages.Collective] = {}
         for rank in members:
             for each in recent.get(rank, ()):
                 if each.key == first.key and each.sequence == first.sequence:
@@ -309,18 +299,19 @@ class Interruption(msgspec.Struct, frozen=True):
             survey_at=now + _FREE_SECONDS,
             pause=_FREE_SECONDS,
         )
-        return begun, tuple(Send(rank, Interrupt(number)) for rank in ranks)
+        return begun, tuple(Send(rank, messages.Interrupt(number)) for rank in ranks)
 
     def at_once(self) -> tuple[Interruption, Sends]:
         """Interrupt ranks that are still at work once more, also those that are importing."""
         number = self.number + 1
         again = {rank: replace(known, number=number, seen=None) for rank, known in self.interrupted.items()}
         sends = (
-            Send(rank, Interrupt(number, last=known.last, at_once=True)) for rank, known in again.items()
+            Send(rank, messages.Interrupt(number, last=known.last, at_once=True))
+            for rank, known in again.items()
         )
         return replace(self, number=number, interrupted=again), tuple(sends)
 
-    def seen(self, message: InterruptSeen, now: float) -> Interruption:
+    def seen(self, message: messages.InterruptSeen, now: float) -> Interruption:
         """Register that a rank has seen the interrupt: its grace period begins."""
         known = self.interrupted.get(message.rank)
         if known is None or known.number != message.number:
@@ -350,7 +341,7 @@ class Interruption(msgspec.Struct, frozen=True):
         after, freed = _free_stuck(after, state, now)
         return after, (*sends, *freed)
 
-    def answered(self, answer: Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
+    def answered(self, answer: messages.Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
         """Take one rank's answer."""
         if self.survey is None:
             return self, ()
@@ -363,7 +354,7 @@ class Interruption(msgspec.Struct, frozen=True):
             if not known.last and known.seen_for(grace, now):
                 number += 1
                 interrupted[rank] = replace(known, number=number, last=True, seen=None)
-                sends.append(Send(rank, Interrupt(number, last=True)))
+                sends.append(Send(rank, messages.Interrupt(number, last=True)))
         if not sends:
             return (self if grace == self.grace else replace(self, grace=grace)), ()
         after = replace(self, grace=grace, interrupted=interrupted, number=number)
@@ -382,14 +373,14 @@ class Interruption(msgspec.Struct, frozen=True):
             return ()
         return tuple(rank for rank, known in self.interrupted.items() if known.seen is None)
 
-    def as_stopped(self, message: FromRank) -> FromRank | Exited:
+    def as_stopped(self, message: messages.FromRank) -> messages.FromRank | messages.Exited:
         """After an interrupt, a rank that ends because of it has not failed: it was stopped."""
-        if not self.begun or not isinstance(message, Raised):
+        if not self.begun or not isinstance(message, messages.Raised):
             return message
         failure = message.failure
         if failure.type != "builtins.KeyboardInterrupt" and not blames_a_peer(failure):
             return message
-        return Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
+        return messages.Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
 
 
 def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tuple[Interruption, Sends]:
@@ -422,12 +413,12 @@ def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tupl
     return replace(after, cut=after.cut or bool(sends)), sends
 
 
-def _in_collective(answer: Where) -> bool:
+def _in_collective(answer: messages.Where) -> bool:
     """Return whether a rank's stack, or its flight recorder, shows an open collective."""
     return answer.inside or bool(answer.pending)
 
 
-def _in_step(answers: Mapping[int, Where], state: RunState) -> bool:
+def _in_step(answers: Mapping[int, messages.Where], state: RunState) -> bool:
     """Return whether all ranks are in one and the same collective, and none has ended its job."""
     if any(rank.state.final for rank in state.ranks.values()):
         return False
@@ -527,7 +518,9 @@ class Situation(msgspec.Struct, frozen=True):
     """Why ranks are being asked where they are."""
 
 
-Consequence: TypeAlias = LocatedAll | Noticed | Waiting | LocateRanks | RestartAsked | Send | Order
+Consequence: TypeAlias = (
+    LocatedAll | messages.Noticed | messages.Waiting | LocateRanks | RestartAsked | Send | Order
+)
 """A message to fold, or what is to be done."""
 
 
@@ -687,7 +680,7 @@ class EndingStep(Machine[Ending, Consequence]):
         watch, hangs = self.state.hang.hangs(report, asked)
         self.set(hang=watch)
         if hangs:
-            told = Noticed(text=f"nothing heard for {watch.seconds:g} s\n{report}")
+            told = messages.Noticed(text=f"nothing heard for {watch.seconds:g} s\n{report}")
             self.act(LocatedAll(report=report), told)
 
     def check_for_late(self) -> None:
@@ -704,7 +697,7 @@ class EndingStep(Machine[Ending, Consequence]):
     def show_late(self, report: HangReport, asked: float) -> None:
         """Show where these ranks are; replace those that nobody may continue."""
         late = LateRanks.of(self.interruption.waited_for, report, asked, self.now)
-        self.set([Waiting(ranks=dict(late.ranks))], late=late)
+        self.set([messages.Waiting(ranks=dict(late.ranks))], late=late)
         stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.job.grace]
         if self.state.timed_out and stopped and not self.job.replacing:
             # There may be nobody to continue it, and it is not in the middle of anything.

@@ -38,29 +38,8 @@ from nblaunch.group.machine import LocateRanks, Order, Send
 from nblaunch.host.local_host import LocalHost
 from nblaunch.host.rank_host import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event, RankLogFiles
-from nblaunch.protocol.messages import (
-    Answer,
-    Asked,
-    AttemptStarted,
-    ClockAnswered,
-    ClockAsked,
-    EngineStatus,
-    Exited,
-    FromRank,
-    Hello,
-    Measured,
-    Names,
-    Noticed,
-    Prepare,
-    Printed,
-    Profiled,
-    Raised,
-    Returned,
-    ToRank,
-    Usage,
-    encode,
-)
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import Message, RunState
 
@@ -84,7 +63,7 @@ _OF_HOSTS = {
 class GroupListener(Protocol):
     """Follows the ranks of a persistent group; called on the hub's thread."""
 
-    def names_changed(self, names: Names) -> None:
+    def names_changed(self, names: messages.Names) -> None:
         """Handle a change of the variables that a rank has."""
 
     def ranks_replaced(self, attempt: int) -> None:
@@ -120,7 +99,7 @@ class WorkerGroup:
         self.when_closed: Callable[[], None] = lambda: None
         """The hub's thread calls it once the last rank is gone."""
         self.job: Job | None = None
-        self.names: dict[int, Names] = {}
+        self.names: dict[int, messages.Names] = {}
         """Of a persistent group: the variables that each rank has."""
         self.listener: GroupListener | None = None
         self.closed = threading.Event()
@@ -130,13 +109,13 @@ class WorkerGroup:
         self._hub = local.hub
         self._life = GroupState(persistent=keep, members=RunState.fresh(settings.nproc, time=time.time()))
         self._logs = RankLogs(settings.log_dir if settings.private_logs else None)
-        self._raw: tuple[FromRank, bytes] | None = None
+        self._raw: tuple[messages.FromRank, bytes] | None = None
         """The message that is being fed, and the bytes that its rank has sent."""
         self._surveys = itertools.count()
         self._who_surveys: dict[int, Future[HangReport]] = {}
         """Who has asked where the ranks are, by the number of the survey."""
         self._error: BaseException | None = None
-        self.usages: dict[int, Usage] = {}
+        self.usages: dict[int, messages.Usage] = {}
         """The last measurement of the ranks."""
         self._measuring = 0
         """How many want the ranks to be measured."""
@@ -177,7 +156,7 @@ class WorkerGroup:
         return "" if self._error is None else str(self._error)
 
     @property
-    def engine(self) -> EngineStatus | None:
+    def engine(self) -> messages.EngineStatus | None:
         """The engine's last report about the nodes, None without an engine."""
         return self._life.engine
 
@@ -203,7 +182,7 @@ class WorkerGroup:
         self.post(Trigger.DISMISS if self._started else Trigger.AGENT_ENDED)
         self._started = True
 
-    def begin(self, job: Job | None, prepare: Prepare) -> None:
+    def begin(self, job: Job | None, prepare: messages.Prepare) -> None:
         """Submit a job, to be dispatched once all ranks are ready; None only makes them ready."""
 
         def submit() -> None:
@@ -260,7 +239,7 @@ class WorkerGroup:
             self._hub.call(lambda: self.measure(wanted=False))
         return found | {rank: used.memory for rank, used in dict(self.usages).items() if rank in away}
 
-    def answer(self, rank: int, answer: Answer) -> None:
+    def answer(self, rank: int, answer: messages.Answer) -> None:
         """Send a rank what the user has typed."""
         self.post(lifecycle.Replied(rank, answer))
 
@@ -321,13 +300,13 @@ class WorkerGroup:
 
     # --- on the hub's thread: reports of hosts -------------------------------------------------
 
-    def engine_reported(self, message: EngineStatus) -> None:
+    def engine_reported(self, message: messages.EngineStatus) -> None:
         """Fold an engine's report about the nodes."""
         self._feed(message)
 
     def noted(self, text: str) -> None:
         """Show a text with the next result."""
-        self._feed(Noticed(text=text))
+        self._feed(messages.Noticed(text=text))
 
     def placed(self, backend: str, device_type: str) -> None:
         """Use, for the next attempt, the backend and devices that all of its nodes have."""
@@ -357,7 +336,7 @@ class WorkerGroup:
         self._hub.drain(_LAST_DRAIN_SECONDS)
         self._feed(Trigger.DRAINED)
         self.usages = {}
-        started = AttemptStarted(
+        started = messages.AttemptStarted(
             number=number, world_size=world_size, time=time.time(), reason=reason, backend=backend
         )
         if kept is not None:
@@ -386,10 +365,10 @@ class WorkerGroup:
         # Brief: thousands of files must not stay open.
         self._logs.extend(workers, brief=remote)
         pids = {worker.rank: worker.pid for worker in workers}
-        message = AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
+        message = messages.AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
         self._feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
 
-    def rank_gone(self, exited: Exited) -> None:
+    def rank_gone(self, exited: messages.Exited) -> None:
         """Fold the exit of a process, after what its rank has sent."""
         self._feed(exited)
 
@@ -414,11 +393,11 @@ class WorkerGroup:
         """Have a new node's ranks join the others."""
         self._feed(Trigger.NODE_ARRIVED)
 
-    def measured(self, usages: Mapping[int, Usage]) -> None:
+    def measured(self, usages: Mapping[int, messages.Usage]) -> None:
         """Fold a measurement of ranks."""
         if self._measuring:
             self.usages |= usages
-        self._feed(Measured(usages=dict(usages)))
+        self._feed(messages.Measured(usages=dict(usages)))
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
         """Take the stacks of ranks that do not answer."""
@@ -426,18 +405,18 @@ class WorkerGroup:
 
     # --- on the hub's thread: messages of ranks -------------------------------------------------
 
-    def receive(self, message: FromRank, data: bytes | None = None) -> None:
+    def receive(self, message: messages.FromRank, data: bytes | None = None) -> None:
         """Feed a rank's message, after the output that came before it; `data` is what the rank has sent."""
-        if isinstance(message, ClockAsked):
+        if isinstance(message, messages.ClockAsked):
             # Before all else: what comes between counts as an error of the rank's clock.
-            self._send(message.rank, ClockAnswered(message.number, time.time_ns()))
+            self._send(message.rank, messages.ClockAnswered(message.number, time.time_ns()))
             return
         sent = message
         self._observe(self._logs.before(message))
         match message:
-            case Hello():
+            case messages.Hello():
                 message = msgspec.structs.replace(message, token="")  # those who follow a job need none
-            case Names():
+            case messages.Names():
                 # Thousands of ranks may send the same text: keep one copy.
                 known = next(iter(self.names.values()), message)
                 if known.names == message.names:
@@ -445,9 +424,9 @@ class WorkerGroup:
                 self.names[message.rank] = message
                 if self.listener is not None:
                     self.listener.names_changed(message)
-            case Asked() if self.job is not None:
+            case messages.Asked() if self.job is not None:
                 self.job.asked(message)
-            case Returned() | Profiled():
+            case messages.Returned() | messages.Profiled():
                 taken = None if self.job is None else self.job.take(message)
                 if taken is None:
                     return  # nobody waits for it any more
@@ -459,14 +438,14 @@ class WorkerGroup:
         self._feed(message)
         self._raw = None
 
-    def _observe(self, output: Iterable[Printed]) -> None:
+    def _observe(self, output: Iterable[messages.Printed]) -> None:
         for printed in output:
             if self.job is not None and self.job.shows(printed):
                 self._feed(printed)
 
-    def _with_holders(self, message: FromRank) -> FromRank:
+    def _with_holders(self, message: messages.FromRank) -> messages.FromRank:
         """Add to the failure of a rank that lacked GPU memory which processes hold it."""
-        if not isinstance(message, Raised) or message.failure.memory is None:
+        if not isinstance(message, messages.Raised) or message.failure.memory is None:
             return message
         node = self.state.ranks[message.rank].node
         caller, here = self.settings.caller, message.rank not in self._life.remote
@@ -501,7 +480,7 @@ class WorkerGroup:
         )
         self._feed(Trigger.HUB_LOST)
 
-    def _go_on(self, message: AttemptStarted, kept: Mapping[int, int]) -> None:
+    def _go_on(self, message: messages.AttemptStarted, kept: Mapping[int, int]) -> None:
         """Begin an attempt that keeps ranks, and their logs."""
         names = self.names
         self.names = {
@@ -572,7 +551,7 @@ class WorkerGroup:
                     host.release(succeeded=succeeded, others=others)
             case lifecycle.SendJob(rank) if job is not None:
                 self._send(rank, job.dispatch_to(rank))
-            case Noticed(text=text) if job is not None:
+            case messages.Noticed(text=text) if job is not None:
                 job.late.append(text)
             case Order.CLOSE_GROUP:
                 known = self._life.job
@@ -584,7 +563,7 @@ class WorkerGroup:
 
     def _encoded(self, message: Message) -> bytes:
         """Return the bytes that a rank has sent, if the message is still that one."""
-        return self._raw[1] if self._raw is not None and self._raw[0] is message else encode(message)
+        return self._raw[1] if self._raw is not None and self._raw[0] is message else messages.encode(message)
 
     def _carry_out(self, order: Order, job: Job | None) -> None:
         """Carry out an order: the hosts do it, or the job."""
@@ -600,5 +579,5 @@ class WorkerGroup:
                 for host in self._hosts if order in _OF_HOSTS else ():
                     _OF_HOSTS[order](host)
 
-    def _send(self, rank: int, message: ToRank) -> None:
+    def _send(self, rank: int, message: messages.ToRank) -> None:
         any(host.send(rank, message) for host in self._hosts)

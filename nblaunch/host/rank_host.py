@@ -23,25 +23,8 @@ from nblaunch.host.process_stacks import ExitReasons, stacks_of_silent
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.host.usage import SeenGpus, alive, measuring, own_memory
 from nblaunch.host.wire import AdoptRanks
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event
-from nblaunch.protocol.messages import (
-    Abort,
-    Aborted,
-    Adopt,
-    Dispatch,
-    Entered,
-    Exited,
-    Finishing,
-    FromRank,
-    Hello,
-    Measured,
-    Orders,
-    Prepare,
-    Raised,
-    Returned,
-    ToRank,
-    Usage,
-)
 from nblaunch.protocol.state import RankState, RunState
 
 _GONE = "  its process has ended"
@@ -91,7 +74,7 @@ class GroupHost:
     def join(self, timeout: float) -> None:
         """Wait for the end, for `timeout` seconds at most."""
 
-    def send(self, rank: int, message: ToRank) -> bool:
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         """Send to a rank; return whether this host has it."""
         del rank, message
         return False
@@ -121,10 +104,10 @@ class HostEvents(Protocol):
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Handle the end of forking: all processes are there."""
 
-    def receive(self, message: FromRank, data: bytes) -> None:
+    def receive(self, message: messages.FromRank, data: bytes) -> None:
         """Handle a rank's message, and the bytes that hold it."""
 
-    def rank_gone(self, exited: Exited) -> None:
+    def rank_gone(self, exited: messages.Exited) -> None:
         """Handle a process's exit, after all that its rank has sent."""
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
@@ -133,7 +116,7 @@ class HostEvents(Protocol):
     def membership_changing(self) -> None:
         """Handle a membership change: all ranks are about to be restarted."""
 
-    def measured(self, usages: Mapping[int, Usage]) -> None:
+    def measured(self, usages: Mapping[int, messages.Usage]) -> None:
         """Handle a measurement of ranks."""
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
@@ -180,9 +163,9 @@ class RankHost(AgentThread, GroupHost):
         self._exit_reasons = ExitReasons(directory)
         self._may_end, self._measuring = threading.Event(), contextlib.ExitStack()
         self._measures = False
-        self._prepared: Prepare | None = None
+        self._prepared: messages.Prepare | None = None
         """As ranks got it last."""
-        self._dispatched: Dispatch | None = None
+        self._dispatched: messages.Dispatch | None = None
         """The last job."""
         self._aborting: set[int] = set()
         """Ranks that are to be ended, but are still inside NCCL."""
@@ -229,18 +212,18 @@ class RankHost(AgentThread, GroupHost):
         self._measuring.close()
         self._hub.remove(self)
 
-    def send(self, rank: int, message: ToRank) -> bool:
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         """Send to a rank; return whether it has a process here."""
         if rank not in self.ranks:
             return False
         match message:
-            case Prepare():
+            case messages.Prepare():
                 first, self._prepared = self._prepared is None, message
                 if first and self._measures:
                     # Only now is it known which GPUs the ranks see.
                     with contextlib.suppress(RuntimeError):  # the system refuses a thread
                         self.measure(wanted=True)
-            case Dispatch():
+            case messages.Dispatch():
                 self._dispatched = message
                 self._idle.discard(rank)
             case _:
@@ -267,7 +250,7 @@ class RankHost(AgentThread, GroupHost):
         at_work = {rank: each for rank, each in self.ranks.copy().items() if rank not in idle}
         return replace(RunState.fresh(0), ranks=at_work)
 
-    def _report(self, measured: Measured) -> None:
+    def _report(self, measured: messages.Measured) -> None:
         self._hub.call(lambda: self._owner.measured(measured.usages))
 
     def read_stacks(self, ranks: frozenset[int]) -> None:
@@ -301,7 +284,7 @@ class RankHost(AgentThread, GroupHost):
         shift = order.base_rank - min(self._workers)
         numbers = {rank + self._shift: rank + shift for rank in self._workers}
         for old, new in numbers.items():
-            other = Adopt(
+            other = messages.Adopt(
                 attempt=order.number,
                 rank=new,
                 world_size=order.world_size,
@@ -316,21 +299,21 @@ class RankHost(AgentThread, GroupHost):
 
     # --- from the ranks, on the hub's thread -------------------------------------------------------
 
-    def receive(self, message: FromRank, data: bytes) -> None:
+    def receive(self, message: messages.FromRank, data: bytes) -> None:
         """Hand a rank's message on, but for a failure that this host has caused."""
         match message:
-            case Hello(rank=rank):
+            case messages.Hello(rank=rank):
                 known = self.ranks.get(rank) or RankState(rank, message.local_rank, pid=message.pid)
                 self.ranks[rank] = replace(known, node=message.node)
-            case Entered(rank=rank, device=device) if rank in self.ranks:
+            case messages.Entered(rank=rank, device=device) if rank in self.ranks:
                 self.ranks[rank] = replace(self.ranks[rank], device=device)
-            case Aborted(rank=rank):
+            case messages.Aborted(rank=rank):
                 self._released(rank)
-            case Finishing() if not self._keep:
+            case messages.Finishing() if not self._keep:
                 self.let_finish()
-            case Raised() if self._ending:
+            case messages.Raised() if self._ending:
                 return  # the rank failed because of the abort
-            case Returned(rank=rank) | Raised(rank=rank):
+            case messages.Returned(rank=rank) | messages.Raised(rank=rank):
                 self._idle.add(rank)
             case _:
                 pass
@@ -350,12 +333,12 @@ class RankHost(AgentThread, GroupHost):
 
     # --- from the agent, on its thread -------------------------------------------------------------
 
-    def _rank_arguments(self, attempt: int) -> tuple[Orders]:
+    def _rank_arguments(self, attempt: int) -> tuple[messages.Orders]:
         options, processes = self._settings.options, self._settings.processes
         # If a group starts again after days, a cleaner may have removed both.
         self._hub.be_reachable()
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        orders = Orders(
+        orders = messages.Orders(
             self._hub.address,
             self.group,
             self.token,
@@ -403,7 +386,9 @@ class RankHost(AgentThread, GroupHost):
             number = rank + self._shift
             self.ranks.pop(number, None)
             known = self._workers.get(rank)
-            exited = Exited(rank=rank, exitcode=exitcode, time=when, expected=expected, reason=reason)
+            exited = messages.Exited(
+                rank=rank, exitcode=exitcode, time=when, expected=expected, reason=reason
+            )
             exited = self._exit_reasons.explained(exited, self._titles, known.stderr if known else "")
             self._owner.rank_gone(replace(exited, rank=number))
             self._released(number)
@@ -430,7 +415,7 @@ class RankHost(AgentThread, GroupHost):
             self._may_end = may_end
             self._ending, self._aborting = True, {rank for rank, each in self.ranks.items() if each.node}
             for rank in self._aborting:
-                self._hub.send(self, rank, Abort())
+                self._hub.send(self, rank, messages.Abort())
             if not self._aborting:
                 may_end.set()
 

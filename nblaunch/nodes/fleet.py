@@ -64,19 +64,8 @@ from nblaunch.nodes.sync_env import Wheels, made_before
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import NodeEnvironment
-from nblaunch.protocol.messages import (
-    Dispatch,
-    EngineState,
-    EngineStatus,
-    Interrupt,
-    Noticed,
-    Payload,
-    Phase,
-    Recover,
-    ToRank,
-    encode,
-)
 
 _log = logging.getLogger("nblaunch")
 _UNLIMITED = 2**31 - 1
@@ -145,7 +134,9 @@ class NodeFleet:
         the keeper, and returns a function that revokes it. `key` is the user's, else the fleet makes one.
         """
         self.hub, self.conf, self.directory = hub, conf, directory
-        self.engine_status = EngineStatus(engine=engine.name, state=EngineState.ASKED, wanted=conf.least)
+        self.engine_status = messages.EngineStatus(
+            engine=engine.name, state=messages.EngineState.ASKED, wanted=conf.least
+        )
         self.engine, self.request = engine, request
         self._notify, self._at_end = notify, at_end
         self._key = key or secrets.token_hex(32).encode()
@@ -198,7 +189,7 @@ class NodeFleet:
         with self._lock:
             if self._closed:
                 msg = "the nodes of this session have been given back. Start another one."
-                raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
+                raise LaunchError(msg, phase=messages.Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
             self._listener = self._listener or self._listen()
         if self.conf.directed:
             return FleetGroup(self, events, directory, self._address)
@@ -259,7 +250,7 @@ class NodeFleet:
             if command := engine.at_end(request):
                 self._take_back.append(self._at_end(command))
 
-        def tell(status: EngineStatus) -> None:
+        def tell(status: messages.EngineStatus) -> None:
             if shown:  # this machine's own node needs no report
                 self.hub.call(lambda: self._engine_reported(status))
 
@@ -369,7 +360,7 @@ class NodeFleet:
                 self.send(identity, piece, part)
             return self._last_payload
         node = self._nodes[identity]
-        payload = Payload(sizes=(len(content),), inline=content)
+        payload = messages.Payload(sizes=(len(content),), inline=content)
         return number_of(self._data.send("", payload, ((node.name, node.arriving.data),)))
 
     def _read(self, work: Callable[[], bytes], then: Callable[[bytes], None]) -> None:
@@ -442,7 +433,7 @@ class NodeFleet:
         """How many nodes the engine has granted."""
         return len(self.engine_status.hosts) + self.conf.options.here if self.engine_status.hosts else 0
 
-    def _engine_reported(self, status: EngineStatus) -> None:
+    def _engine_reported(self, status: messages.EngineStatus) -> None:
         """Publish the engine's report, with the number of connected nodes; at an endpoint there is none."""
         if not self._askings:
             return
@@ -450,7 +441,9 @@ class NodeFleet:
         self._engines, expected = status, self._expected
         joined, wanted = len(self._nodes), self.conf.least
         state = (
-            EngineState.STARTING if status.state is EngineState.RUNNING and joined < wanted else status.state
+            messages.EngineState.STARTING
+            if status.state is messages.EngineState.RUNNING and joined < wanted
+            else status.state
         )
         status = msgspec.structs.replace(status, state=state, joined=joined, wanted=wanted)
         if status == self.engine_status:
@@ -734,7 +727,7 @@ class NodeGroup(GroupHost):
         """The nodes of this attempt, in the order of their ranks, where the fleet decides it."""
         self._ranks = RemoteRanks(events)
         self._outgoing = OutgoingTransfer()
-        self._held: dict[str, tuple[ToRank, list[int]]] = {}
+        self._held: dict[str, tuple[messages.ToRank, list[int]]] = {}
         """By node, the message to send with the next turn, and the ranks that get it."""
 
     @property
@@ -755,12 +748,12 @@ class NodeGroup(GroupHost):
         self._fleet.drop_data(self.name)
         self._ranks.begin_attempt(self._members.values())
 
-    def send(self, rank: int, message: ToRank) -> bool:
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         """Send to a rank with the next turn; return whether the rank is on a node."""
         node = self._ranks.node_of(rank)
         if node is None:
             return False
-        if isinstance(message, Interrupt):
+        if isinstance(message, messages.Interrupt):
             # It ends the job that waits for a payload, and must not delay the next job's payload.
             self._fleet.drop_data(self.name)
         held = self._held.get(node.name)
@@ -815,22 +808,22 @@ class NodeGroup(GroupHost):
     def flush(self) -> None:
         """Send the held messages: one frame for all ranks of a node that get the same message."""
         held, self._held = self._held, {}
-        tickets: list[tuple[Payload, Payload]] = []
+        tickets: list[tuple[messages.Payload, messages.Payload]] = []
         shared: dict[int, bytes] = {}
         for name, (message, ranks) in held.items():
             member = self._members.get(name)
             if member is None:
                 continue
-            if isinstance(message, Dispatch) and message.code is not None:
+            if isinstance(message, messages.Dispatch) and message.code is not None:
                 self._fleet.code.ask(member.identity, message.code)
             data = shared.get(id(message))
             if data is None:
                 plain, parcel = for_another_machine(message), False
-                if isinstance(plain, Dispatch):
+                if isinstance(plain, messages.Dispatch):
                     plain = self._with_ticket(member, plain, held, tickets)
                     # A payload for one node alone has a ticket of its own.
                     parcel = not any(plain.payload is ticket for _, ticket in tickets)
-                data = encode(plain)
+                data = messages.encode(plain)
                 if not parcel:
                     shared[id(message)] = data
             for_ranks = wire.ForRanks(
@@ -841,10 +834,10 @@ class NodeGroup(GroupHost):
     def _with_ticket(
         self,
         member: NodeMember,
-        dispatch: Dispatch,
-        held: Mapping[str, tuple[ToRank, list[int]]],
-        tickets: list[tuple[Payload, Payload]],
-    ) -> Dispatch:
+        dispatch: messages.Dispatch,
+        held: Mapping[str, tuple[messages.ToRank, list[int]]],
+        tickets: list[tuple[messages.Payload, messages.Payload]],
+    ) -> messages.Dispatch:
         """Send a job's payload to all nodes that get it now; return the job with a ticket in its place."""
         ticket = next((ticket for payload, ticket in tickets if payload is dispatch.payload), None)
         if ticket is not None:
@@ -853,7 +846,7 @@ class NodeGroup(GroupHost):
             name
             for name in self._order or self._members
             if name in held
-            and isinstance(other := held[name][0], Dispatch)
+            and isinstance(other := held[name][0], messages.Dispatch)
             and other.payload is dispatch.payload
         ]
         data = self._fleet.data_to(self._nodes[name] for name in names)
@@ -1082,15 +1075,15 @@ class FleetGroup(NodeGroup):
         super().begin_attempt()
         self._renumbered = {}
 
-    def send(self, rank: int, message: ToRank) -> bool:
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         """Send to a rank with the next turn; return whether the rank is on a node."""
-        if isinstance(message, Interrupt):
+        if isinstance(message, messages.Interrupt):
             self._lost_payload = math.inf, ""
         return super().send(rank, message)
 
     def flush(self) -> None:
         """Send the held messages."""
-        if any(isinstance(message, Recover) for message, _ in self._held.values()):
+        if any(isinstance(message, messages.Recover) for message, _ in self._held.values()):
             self._forget_timeout()
         super().flush()
 
@@ -1169,7 +1162,7 @@ class FleetGroup(NodeGroup):
                     self._fleet.notify_lost(count, self._state.lost)
             case director.DropNode(node, why):
                 self._fleet.drop(node, why)
-            case Noticed(text=text):
+            case messages.Noticed(text=text):
                 self.events.noted(text)
             case Trigger():
                 self.events.node_waits()
@@ -1229,7 +1222,7 @@ class FleetGroup(NodeGroup):
                 f"{shared}, and NCCL takes one rank for each GPU. "
                 "Give each node GPUs of its own (CUDA_VISIBLE_DEVICES), or pass backend='gloo'."
             )
-            raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.TOO_FEW_GPUS)
+            raise LaunchError(msg, phase=messages.Phase.ENGINE.value, kind=FailureKind.TOO_FEW_GPUS)
         # Nodes whose ranks share GPUs only if the backend says so have reported the CPU.
         named = {part.partition(":")[0] for part in self._backend.split(",") if ":" in part} - {"cpu"}
         kinds = named or devices
@@ -1239,7 +1232,7 @@ class FleetGroup(NodeGroup):
         if error and self._error is None:
             began = self._state.attempt >= 0
             if not began:
-                self._error = LaunchError(error, phase=Phase.ENGINE.value)
+                self._error = LaunchError(error, phase=messages.Phase.ENGINE.value)
             elif self._fleet.preempted:
                 self._error = RunPreemptedError(error)
             else:

@@ -21,17 +21,7 @@ from nblaunch.group.group import WorkerGroup
 from nblaunch.host import wire
 from nblaunch.host.link import IncomingTransfer, payload_of, with_payload
 from nblaunch.host.settings import Worker
-from nblaunch.protocol.messages import (
-    Exited,
-    Prepare,
-    Profiled,
-    Raised,
-    Returned,
-    Stream,
-    ToRank,
-    Unwritten,
-    decode_from_rank,
-)
+from nblaunch.protocol import messages
 
 # A rank has two log files.
 _OPEN_FILES, _MADE_AT_ONCE = 256, 128
@@ -66,14 +56,14 @@ class _LogFiles:
         """
         self._directories[rank] = str(directory)
         if len(self._directories) <= _MADE_AT_ONCE:
-            for stream in Stream:
+            for stream in messages.Stream:
                 self.of(rank, stream)
-        return tuple(self._path(rank, stream) for stream in Stream)
+        return tuple(self._path(rank, stream) for stream in messages.Stream)
 
-    def _path(self, rank: int, stream: Stream) -> str:
+    def _path(self, rank: int, stream: messages.Stream) -> str:
         return f"{self._directories[rank]}/{stream}.log"
 
-    def of(self, rank: int, stream: Stream) -> BinaryIO:
+    def of(self, rank: int, stream: messages.Stream) -> BinaryIO:
         """Return a file to which bytes are appended."""
         path = self._path(rank, stream)
         file = self._open.pop(path, None)
@@ -90,7 +80,7 @@ class _LogFiles:
         self._directories = {
             numbers[rank]: each for rank, each in self._directories.items() if rank in numbers
         }
-        kept = {self._path(rank, stream) for rank in self._directories for stream in Stream}
+        kept = {self._path(rank, stream) for rank in self._directories for stream in messages.Stream}
         for path in self._open.keys() - kept:
             self._open.pop(path).close()
 
@@ -173,24 +163,24 @@ class RemoteRanks:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._unwritten[rank] += len(data)
-            self._events.receive(Unwritten(rank=rank, size=self._unwritten[rank]))
+            self._events.receive(messages.Unwritten(rank=rank, size=self._unwritten[rank]))
 
     def sent(self, node: NodeMember, data: bytes) -> None:
         """Report a message of a rank."""
-        message = decode_from_rank(data, f"a rank of {node.name}")
+        message = messages.decode_from_rank(data, f"a rank of {node.name}")
         if self._route.get(message.rank) is not node:
             return
-        if not isinstance(message, Returned | Profiled):
+        if not isinstance(message, messages.Returned | messages.Profiled):
             self._events.receive(message, data)
             return
         ticket = payload_of(message)
         try:
             payload = node.incoming.claim(ticket)
         except Exception as error:  # noqa: BLE001 - no room, or not what was announced: the rank has no value
-            if isinstance(message, Profiled):
+            if isinstance(message, messages.Profiled):
                 return
             failure = value_lost(error, time.time())
-            self._events.receive(Raised(rank=message.rank, failure=failure, offsets=message.offsets))
+            self._events.receive(messages.Raised(rank=message.rank, failure=failure, offsets=message.offsets))
             return
         try:
             if payload == ticket:
@@ -214,13 +204,15 @@ class RemoteRanks:
         )
         for rank in sorted(node.ranks - node.exited):
             reason = f"{NODE_LOST}: {node.name} {why}"
-            exited = Exited(rank=rank, exitcode=-9, time=time.time(), expected=goes_on, reason=reason)
+            exited = messages.Exited(
+                rank=rank, exitcode=-9, time=time.time(), expected=goes_on, reason=reason
+            )
             self._events.rank_gone(exited)
         node.incoming.close()
 
 
-def for_another_machine(message: ToRank) -> ToRank:
+def for_another_machine(message: messages.ToRank) -> messages.ToRank:
     """Return a message without this machine's environment: it may hold secrets, and nodes have their own."""
-    if not isinstance(message, Prepare):
+    if not isinstance(message, messages.Prepare):
         return message
     return msgspec.structs.replace(message, environ=(), cwd=b"", path=(), umask=None, limits=())
