@@ -164,7 +164,6 @@ class Steps(msgspec.Struct, frozen=True):
     since: float = 0.0
 
     def after(self, answers: Mapping[int, messages.Where], now: float) -> Steps:
-        """Return this with one more survey."""
         done = {rank: answer.done for rank, answer in answers.items()}
         return self if done == self.done else Steps(done, now)
 
@@ -272,7 +271,6 @@ class Interruption(msgspec.Struct, frozen=True):
 
     @property
     def busy(self) -> bool:
-        """Whether something is due."""
         return self.survey_at is not None or self.survey is not None or bool(self.interrupted)
 
     def without(self, address: str) -> Interruption:
@@ -342,7 +340,6 @@ class Interruption(msgspec.Struct, frozen=True):
         return after, (*sends, *freed)
 
     def answered(self, answer: messages.Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
-        """Take one rank's answer."""
         if self.survey is None:
             return self, ()
         return _free_stuck(replace(self, survey=self.survey.with_answer(answer)), state, now)
@@ -534,7 +531,6 @@ class EndingStep(Machine[Ending, Consequence]):
         self.job = job
 
     def change(self, changed: tuple[Interruption, Sends]) -> None:
-        """Take the next value of the interruption, and send its messages."""
         self.interruption, sends = changed
         self.act(*sends)
 
@@ -627,12 +623,10 @@ class EndingStep(Machine[Ending, Consequence]):
             self.replace_ranks("it was interrupted twice")
 
     def replace_ranks(self, reason: str) -> None:
-        """Replace the ranks of a persistent group."""
         self.act(RestartAsked(reason))
         self.job = replace(self.job, replacing=True)
 
     def tick(self) -> None:
-        """Do what is due for a job that takes a while."""
         self.change(self.interruption.tick(self.job.run, self.job.present, self.now))
         self.press()
         self.watch()
@@ -655,7 +649,6 @@ class EndingStep(Machine[Ending, Consequence]):
             )
 
     def watch(self) -> None:
-        """Watch the limits of the job."""
         now, pauses = self.now, self.job.asks or self.job.run.awaits_nodes
         # Time spent in a prompt or in an engine's queue counts for no limit.
         if pauses or self.state.paused_at is not None:

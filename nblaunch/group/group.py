@@ -136,7 +136,6 @@ class WorkerGroup:
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks of this attempt have formed their process group."""
         return self._life.all_ready
 
     @property
@@ -240,7 +239,6 @@ class WorkerGroup:
         return found | {rank: used.memory for rank, used in dict(self.usages).items() if rank in away}
 
     def answer(self, rank: int, answer: messages.Answer) -> None:
-        """Send a rank what the user has typed."""
         self.post(lifecycle.Replied(rank, answer))
 
     def interrupt(self, job: Job, *, sparing: bool = False) -> None:
@@ -290,22 +288,18 @@ class WorkerGroup:
             self._life = msgspec.structs.replace(self._life, job=None)
 
     def recorded(self, event: Event) -> None:
-        """Keep one of torchelastic's events."""
         self.events.add(event)
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """End the group, and its job."""
         self.events.close()
         self._hub.call(lambda: self._on_agent_end(error))
 
     # --- on the hub's thread: reports of hosts -------------------------------------------------
 
     def engine_reported(self, message: messages.EngineStatus) -> None:
-        """Fold an engine's report about the nodes."""
         self._feed(message)
 
     def noted(self, text: str) -> None:
-        """Show a text with the next result."""
         self._feed(messages.Noticed(text=text))
 
     def placed(self, backend: str, device_type: str) -> None:
@@ -356,7 +350,6 @@ class WorkerGroup:
         self._forked(number, world_size, workers)
 
     def node_started(self, workers: tuple[Worker, ...]) -> None:
-        """Follow a node's processes and their log files."""
         self._forked(self.attempt, self.state.world_size, workers, remote=True)
 
     def _forked(
@@ -390,17 +383,14 @@ class WorkerGroup:
         return self._life.changing
 
     def node_waits(self) -> None:
-        """Have a new node's ranks join the others."""
         self._feed(Trigger.NODE_ARRIVED)
 
     def measured(self, usages: Mapping[int, messages.Usage]) -> None:
-        """Fold a measurement of ranks."""
         if self._measuring:
             self.usages |= usages
         self._feed(messages.Measured(usages=dict(usages)))
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
-        """Take the stacks of ranks that do not answer."""
         self._feed(lifecycle.StacksRead(stacks))
 
     # --- on the hub's thread: messages of ranks -------------------------------------------------
@@ -461,11 +451,9 @@ class WorkerGroup:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is due before the next message, report or request."""
         return self._life.quiet
 
     def tick(self, now: float) -> None:
-        """Read logs; do what is due."""
         job = self.job
         if job is not None and not job.ended.is_set():
             self._observe(self._logs.news(job.state.ranks))
@@ -566,7 +554,6 @@ class WorkerGroup:
         return self._raw[1] if self._raw is not None and self._raw[0] is message else messages.encode(message)
 
     def _carry_out(self, order: Order, job: Job | None) -> None:
-        """Carry out an order: the hosts do it, or the job."""
         match order:
             case Order.FINISH_JOB if job is not None:
                 job.finish(time.time(), self._error)

@@ -136,7 +136,6 @@ class RankLogs:
         }
 
     def close(self) -> None:
-        """Close the files of the present attempt."""
         for tail in self._tails.values():
             tail.close()
         self._tails, self._present, self._growing = {}, {}, {}
@@ -182,13 +181,11 @@ class RankLogs:
                     del self._growing[rank]
 
     def rest(self, rank: int) -> Iterator[messages.Printed]:
-        """Yield the remaining output of a rank that is gone."""
         tail = self._tails.get(rank)
         if tail is not None:
             yield from tail.rest()
 
     def rest_of_all(self) -> Iterator[messages.Printed]:
-        """Yield the remaining output of all ranks."""
         for rank in self._tails:
             yield from self.rest(rank)
 
@@ -240,7 +237,6 @@ class Job:
         return self.known.run
 
     def dispatch_to(self, rank: int) -> messages.Dispatch:
-        """Return the message to a rank."""
         return self._dispatches.get(rank, self.dispatch)
 
     def take(
@@ -299,7 +295,6 @@ class Job:
                 self.publish(message, messages.encode(message))
 
     def publish(self, message: Message, raw: bytes) -> None:
-        """Hand a message that has changed the state to all listeners."""
         for listener in self.listeners:
             listener(message, raw)
 

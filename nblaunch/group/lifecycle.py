@@ -148,7 +148,6 @@ class JobState(msgspec.Struct, frozen=True):
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank has a value."""
         return all(rank.state is State.SUCCEEDED for rank in self.run.ranks.values())
 
 
@@ -203,12 +202,10 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def all_ready(self) -> bool:
-        """Whether all ranks of this attempt have formed their process group."""
         return len(self.ready) == self.members.world_size
 
     @property
     def some_here(self) -> bool:
-        """Whether some ranks are on this machine."""
         return len(self.remote) < self.members.world_size
 
     @property
@@ -233,7 +230,6 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def stage(self) -> Stage:
-        """How far the group is."""
         job = self.working
         if self.closed:
             return Stage.CLOSED
@@ -251,7 +247,6 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is due before the next message, report or request."""
         return (
             self.working is None
             and self.deadline == NEVER
@@ -803,7 +798,6 @@ class _Step(Machine[GroupState, Action]):
     # --- a job settles ---------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do what is due."""
         now = self.now
         self.fold_exits(now)
         job = self.state.working
@@ -893,7 +887,6 @@ class _Step(Machine[GroupState, Action]):
         return True
 
     def finish(self) -> None:
-        """End the job: its result can be made."""
         job, remote = self.state.working, self.state.remote - self.state.exited
         if job is None:
             return
@@ -995,7 +988,6 @@ class _Step(Machine[GroupState, Action]):
             self.fold_run(messages.Waiting())
 
     def replace_ranks(self, reason: str) -> None:
-        """End the ranks of a persistent group, and start others."""
         if not self.state.closed:
             self.set(replacing=True, recovery=self.state.recovery.abandoned())
             self.note(reason)
@@ -1095,7 +1087,6 @@ class _Step(Machine[GroupState, Action]):
             self.act(Order.REGROUP_NODES)
 
     def present(self) -> RunState:
-        """Return the ranks that are not lost."""
         members, lost = self.state.members, self.state.lost
         if not lost:
             return members

@@ -35,7 +35,6 @@ class LocalRuntime(LocalHost):
 
     @property
     def standby(self) -> Standby:
-        """What keeps the standby group."""
         with self._lock:
             self._standby = self._standby or Standby()
             return self._standby

@@ -57,21 +57,17 @@ class Locating(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, ranks: Iterable[int], seconds: float, now: float) -> tuple[Locating, Sends]:
-        """Return a search for these ranks, and its questions."""
         survey, sends = Survey.of(ranks, now + seconds)
         return cls(now, seconds, survey), sends
 
     def with_answer(self, answer: Where) -> Locating:
-        """Return the search with one rank's answer."""
         return replace(self, survey=self.survey.with_answer(answer))
 
     def with_stacks(self, stacks: Mapping[int, str]) -> Locating:
-        """Return the search with stacks that were read."""
         known = {rank: text for rank, text in stacks.items() if rank in self.silent}
         return replace(self, stacks={**self.stacks, **known}) if known else self
 
     def over(self, remote: AbstractSet[int], now: float) -> bool:
-        """Whether this stage is over."""
         match self.stage:
             case LocatingStage.ASKING | LocatingStage.AGAIN:
                 return self.survey.over(now)

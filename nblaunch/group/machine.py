@@ -25,7 +25,6 @@ class Machine(Generic[_State, _Action]):
         self.actions: list[_Action] = []
 
     def act(self, *actions: _Action) -> None:
-        """Add to the actions."""
         self.actions += actions
 
     def set(self, actions: Iterable[_Action] = (), /, **changes: Any) -> None:
@@ -86,7 +85,6 @@ class Survey(msgspec.Struct, frozen=True):
         return survey, tuple(Send(rank, ReportWhere()) for rank in sorted(survey.missing))
 
     def with_answer(self, answer: Where) -> Survey:
-        """Return the survey with one rank's answer."""
         return Survey(self.missing - {answer.rank}, self.until, {**self.answers, answer.rank: answer})
 
     def over(self, now: float) -> bool:

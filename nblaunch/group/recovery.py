@@ -74,7 +74,6 @@ class Recovery(msgspec.Struct, frozen=True):
 
     @property
     def busy(self) -> bool:
-        """Whether answers are expected."""
         return self.overdue_at is not None
 
     @property
@@ -119,7 +118,6 @@ class Recovery(msgspec.Struct, frozen=True):
         return Recovery(self.number)
 
     def answered(self, answer: messages.Where) -> Recovery:
-        """Take one rank's answer."""
         if self.fitness is None and self.late is None:
             return self
         fitness = self.fitness and self.fitness.with_answer(answer)

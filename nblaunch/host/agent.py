@@ -120,7 +120,6 @@ class RankAgent(LocalElasticAgent):
         self._waker.wake()
 
     def adopt(self, settings: AgentSettings) -> None:
-        """Go on with these settings."""
         self.settings = settings
 
     def restart(self) -> None:
@@ -135,7 +134,6 @@ class RankAgent(LocalElasticAgent):
         self._waker.wake()
 
     def complete_rendezvous(self, directed: CompleteRendezvous) -> None:
-        """Complete the rendezvous for which the agent waits."""
         if self._directed is not None:
             self._directed.complete_rendezvous(directed)
 
@@ -150,7 +148,6 @@ class RankAgent(LocalElasticAgent):
         return bool(sentinels) and not connection.wait(sentinels, timeout=0)
 
     def skip_grace(self) -> None:
-        """Skip what is left of the grace period."""
         self._grace_over.set()
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
@@ -185,7 +182,6 @@ class RankAgent(LocalElasticAgent):
             return result
 
     def close(self) -> None:
-        """Close what the agent has opened itself, once it has run."""
         self._waker.close()
 
     def _assign_worker_ranks(self, *arguments: Any, **keywords: Any) -> list[AssignedRank]:
@@ -493,7 +489,6 @@ class AgentThread:
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def _supervise(self) -> None:
@@ -523,7 +518,6 @@ class AgentThread:
         self._events.agent_ended(error)
 
     def stop(self) -> None:
-        """End the run from outside."""
         agent = self.agent
         if agent is not None:
             agent.stop()
@@ -535,12 +529,10 @@ class AgentThread:
             self._events.agent_ended(None)
 
     def all_alive(self) -> bool:
-        """Whether no process of this attempt has ended."""
         agent = self.agent
         return agent is not None and agent.all_alive()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread's end, for `timeout` seconds at most."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
 

@@ -113,7 +113,6 @@ class Server:
         os._exit(1)
 
     def loaded_under(self) -> dict[str, str]:
-        """Return the environment under which the fork server has loaded torch."""
         return self._environ
 
     @contextlib.contextmanager
@@ -354,7 +353,6 @@ class RankProcess(process.BaseProcess):
     _args: tuple[object, ...]
 
     def start(self) -> None:
-        """Fork the process from our server."""
         # A rank that fails too early to report it would write an error file, which nobody reads or removes.
         self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
         super().start()
@@ -391,7 +389,6 @@ class ReturnSlot:
         """Do nothing: runs in the rank, whose value has been sent."""
 
     def empty(self) -> bool:
-        """Return whether the rank is still wanted."""
         return not self.released
 
     def get(self) -> None:
@@ -414,7 +411,6 @@ class RankContext(context.BaseContext):
     Process = RankProcess
 
     def get_start_method(self, allow_none: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002 - as inherited
-        """Return our own name."""
         return self._name
 
     def SimpleQueue(self) -> ReturnSlot:  # type: ignore[override]  # noqa: N802 - as inherited
@@ -458,7 +454,6 @@ def try_fork(server: Server, seconds: float, *, architectures: bool) -> tuple[st
 
 
 def kill_group(pid: int) -> None:
-    """Kill a rank and its process group at once."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

@@ -95,7 +95,6 @@ class Hub:
 
     @property
     def usable(self) -> bool:
-        """Whether this hub routes messages."""
         return self._thread.is_alive() and self.error is None and not self._socket.closed
 
     def be_reachable(self) -> None:
@@ -154,7 +153,6 @@ class Hub:
             raise raised.pop()
 
     def add(self, member: Member) -> None:
-        """Route messages of this group."""
         self.call(lambda: self._members.__setitem__(member.group, member))
 
     def remove(self, member: Member) -> None:
@@ -208,7 +206,6 @@ class Hub:
                 self._receive()
 
     def close(self) -> None:
-        """End the thread and the socket."""
         self._closing = True
         self._waker.wake()
         self._thread.join(5)

@@ -94,7 +94,6 @@ class ProgramOrder:
     """Variables in which the command's environment differs from the fork server's; None: not set."""
 
     def encode(self) -> bytes:
-        """Return it as one line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
@@ -142,7 +141,6 @@ def join(arguments: Sequence[str]) -> int:
 
 
 def failed(why: str, status: int) -> int:
-    """Print why a node ends, and return the exit status."""
     print(f"nblaunch join: {why}", file=sys.stderr, flush=True)  # noqa: T201 - a command line
     return status
 

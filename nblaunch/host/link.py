@@ -191,7 +191,6 @@ class Listener:
         return True
 
     def welcome(self, node: bytes) -> None:
-        """Accept messages of this node."""
         self._known.add(node)
 
     def refuse(self, node: bytes, why: str) -> None:
@@ -204,7 +203,6 @@ class Listener:
             _log.warning("refused: %s", why)
 
     def drop(self, node: bytes) -> None:
-        """Ignore a node from now on."""
         self._known.discard(node)
         self._connections.pop(node, None)
         self._refused.add(node)
@@ -285,12 +283,10 @@ _PREFIX = "parcel:"
 
 
 def payload_of(message: Returned | Profiled) -> Payload:
-    """Return what a rank has sent beside its message."""
     return message.value if isinstance(message, Returned) else message.data
 
 
 def with_payload(message: Returned | Profiled, payload: Payload) -> Returned | Profiled:
-    """Return a rank's message with its payload in another place."""
     if isinstance(message, Returned):
         return msgspec.structs.replace(message, value=payload)
     return msgspec.structs.replace(message, data=payload)
@@ -394,14 +390,12 @@ class IncomingTransfer:
             found.close()
 
     def close(self) -> None:
-        """Free all."""
         for incoming in self._incoming.values():
             incoming.close()
         self._incoming, self._waiting = {}, {}
 
 
 def number_of(ticket: Payload) -> int:
-    """Return the number under which the payload of a ticket travels."""
     return int(ticket.path.removeprefix(_PREFIX))
 
 
@@ -635,7 +629,6 @@ class _Child:
         return True
 
     def hear(self) -> None:
-        """Handle its acknowledgements."""
         while not self.socket.closed and self.socket.poll(0):
             answer = wire.decode_from_node(self.socket.recv())
             if isinstance(answer, wire.PieceTaken):

@@ -118,7 +118,6 @@ class LogTail:
 
     @property
     def printed(self) -> Offsets:
-        """Where the text ends that was read."""
         return Offsets(*(file.printed for file in self._files.values()))
 
     def up_to(self, offsets: Offsets) -> Iterator[Printed]:
@@ -127,7 +126,6 @@ class LogTail:
         yield from self._read(Stream.STDERR, offsets.stderr)
 
     def rest(self) -> Iterator[Printed]:
-        """Yield all text that is left."""
         for stream, file in self._files.items():
             yield from self._read(stream, file.size())
 
@@ -137,12 +135,10 @@ class LogTail:
             file.free(file.position if before is None else getattr(before, stream.value))
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
 
     def skip_to(self, offsets: Offsets) -> None:
-        """Skip the text before a moment."""
         self._files[Stream.STDOUT].position = offsets.stdout
         self._files[Stream.STDERR].position = offsets.stderr
 

@@ -455,8 +455,6 @@ class NodeHost:
     def _run_aside(
         self, work: Callable[[], frozenset[bytes]], then: Callable[[frozenset[bytes]], None]
     ) -> None:
-        """Do something that takes a while on a thread of its own."""
-
         def do() -> None:
             found = work()
             self._runtime.hub.call(lambda: then(found))
@@ -606,7 +604,6 @@ def _directory(opened: wire.OpenGroup) -> bytes:
 def _processes(
     processes: ProcessSettings, environ: Mapping[str, str], loaded_under: Mapping[str, str]
 ) -> ProcessSettings:
-    """Return how processes start on this machine."""
     if torch.backends.cuda.is_built() and needs_new_python(environ, loaded_under):
         processes = replace(processes, start_method="spawn")
     return replace(processes, environ=encoded(environ) if processes.start_method == "spawn" else ())
@@ -621,7 +618,6 @@ def _refused() -> LaunchError:
 
 
 def _own_end(fd: int) -> str:
-    """Return the address of this machine's end of a connection."""
     with sockets.socket(fileno=os.dup(fd)) as connection:
         return str(connection.getsockname()[0]).removeprefix("::ffff:")
 

@@ -190,30 +190,24 @@ class RankHost(AgentThread, GroupHost):
     # --- orders ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin."""
         self._hub.add(self)
         super().start()
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Expect the exits of the ranks, and stop the `others`."""
         super().release(succeeded=succeeded, others=frozenset(rank - self._shift for rank in others))
 
     def all_alive(self) -> bool:
-        """Whether no process of this attempt has ended."""
         # The system knows of a death before the agent does.
         return super().all_alive() and all(alive(each.pid) for each in list(self.ranks.values()))
 
     def memory(self) -> dict[int, int | None]:
-        """Return the private memory of the ranks in bytes."""
         return {rank: own_memory(each.pid) for rank, each in list(self.ranks.items())}
 
     def close(self, *, succeeded: bool) -> None:  # noqa: ARG002 - as of every host
-        """End: the last rank is gone."""
         self._measuring.close()
         self._hub.remove(self)
 
     def send(self, rank: int, message: messages.ToRank) -> bool:
-        """Send to a rank; return whether it has a process here."""
         if rank not in self.ranks:
             return False
         match message:
@@ -232,7 +226,6 @@ class RankHost(AgentThread, GroupHost):
         return True
 
     def measure(self, *, wanted: bool) -> None:
-        """Start or stop measuring the ranks that are at work."""
         self._measures = wanted
         self._measuring.close()
         if wanted:
@@ -328,7 +321,6 @@ class RankHost(AgentThread, GroupHost):
         """Do nothing: the owner has a clock of its own."""
 
     def lost(self, error: Exception) -> None:
-        """Report that no message of a rank arrives any more."""
         self._owner.lost(error)
 
     # --- from the agent, on its thread -------------------------------------------------------------
@@ -365,8 +357,6 @@ class RankHost(AgentThread, GroupHost):
             self._hub.run(starting)
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Follow the processes."""
-
         def started() -> None:
             self._workers = {each.rank: each for each in workers}
             forked = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
@@ -423,13 +413,10 @@ class RankHost(AgentThread, GroupHost):
         may_end.wait(_ABORT_SECONDS)
 
     def others_stopped(self) -> None:
-        """Report that no rank here is still at work."""
         self._hub.call(lambda: self._owner.ranks_stopped(rank + self._shift for rank in self._workers))
 
     def recorded(self, event: Event) -> None:
-        """Hand on an event of torchelastic."""
         self._owner.recorded(event)
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """Report the end of the agent."""
         self._owner.agent_ended(error)

@@ -88,7 +88,6 @@ class Probe:
         self._thread.start()
 
     def close(self) -> None:
-        """Close it now."""
         self._over.set()
         self._thread.join()
 
@@ -195,7 +194,6 @@ class _Trial:
             self.error = _name_of(number)
 
     def go_on(self) -> None:
-        """Take the next step after a connection or an answer."""
         try:
             if self.nonce:
                 code = self.socket.recv(_CODE_BYTES)
@@ -277,7 +275,6 @@ class ReachCheck:
             send(name, OpenProbe())
 
     def take(self, node: str, message: ProbeOpen | Reachable) -> None:
-        """Take a node's answer."""
         if isinstance(message, ProbeOpen):
             self._opened[node] = message
         else:
@@ -285,7 +282,6 @@ class ReachCheck:
         self._go_on()
 
     def lost(self, node: str) -> None:
-        """Go on without a node."""
         self._nodes.pop(node, None)
         self._trying -= {node}
         self._go_on()

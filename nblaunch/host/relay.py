@@ -293,7 +293,6 @@ class NodeRelay:
         self._pass_on(messages.Raised(rank=rank, failure=failure))
 
     def flush(self) -> None:
-        """Send the ranks' messages since the last turn."""
         if self._waits:
             data, self._waits = tuple(self._waits), []
             self._to_notebook(wire.RankMessages(group=self.name, attempt=self._host.attempt, data=data), None)
@@ -345,12 +344,10 @@ class NodeRelay:
             self._saving = self._saving - {rank}
 
     def send_output(self) -> None:
-        """Send the ranks' new output."""
         for rank in self._logs:
             self._send_logs(rank)
 
     def lost(self, error: Exception) -> None:
-        """End: no message of a rank arrives any more."""
         self.stop(f"the ranks' socket broke: {error}")
 
     def _send_logs(self, rank: int) -> None:
@@ -396,16 +393,13 @@ class NodeRelay:
         self._has_saved(exited.rank)
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:  # noqa: ARG002 - the notebook knows them
-        """Report it."""
         self._send(wire.OthersStopped(group=self.name))
 
     def measured(self, usages: Mapping[int, messages.Usage]) -> None:
-        """Report a measurement."""
         used = wire.RanksMeasured(group=self.name, attempt=self._host.attempt, usages=dict(usages))
         self._send(used)
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
-        """Report the stacks of ranks that do not answer."""
         for rank, text in stacks.items():
             self._send(wire.Dumped(group=self.name, rank=rank, text=text))
 
@@ -444,7 +438,6 @@ def _waits_for(held: deque[messages.ToRank], ticket: messages.Payload) -> bool:
 def send_to_notebook(
     socket: zmq.Socket[bytes], message: wire.FromNode, data: memoryview | bytes | None = None
 ) -> None:
-    """Send a message, with its bytes."""
     frames = [wire.encode(message), *([] if data is None else [data])]
     with contextlib.suppress(zmq.ZMQError):  # the connection has ended, and this node ends with it
         socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)

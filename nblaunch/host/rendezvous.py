@@ -348,7 +348,6 @@ def _alone(port: int) -> range:
 
 
 def connect_store(rdzv: RendezvousConfig) -> dist.TCPStore:
-    """Connect to a store that another node hosts."""
     _wait_for_port(rdzv.host, rdzv.port, _STORE_SECONDS, threading.Event())
     seconds = timedelta(seconds=_STORE_SECONDS)
     return dist.TCPStore(host_name=rdzv.host, port=rdzv.port, is_master=False, timeout=seconds)
@@ -418,7 +417,6 @@ class _EtcdEntry:
         self._text = json.dumps({**entry, "code": self._code(entry)})
 
     def publish(self) -> None:
-        """Publish the name of this rendezvous."""
         with _etcd_errors(self._rdzv):
             self._client.write(self._path, self._text)
 
@@ -628,7 +626,6 @@ class LoopbackRendezvous(_Handler):
         """Do nothing: no other node reads it."""
 
     def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Never called: a single node decides by itself."""
         raise NotImplementedError
 
 
@@ -643,7 +640,6 @@ class _SignedState(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """Return torch's name for the backend."""
         return str(self._backend.name)
 
     def get_state(self) -> Any:
@@ -655,7 +651,6 @@ class _SignedState(RendezvousBackend):
         return None if found is None else (self._opened(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
-        """Store the state with its code."""
         found = self._backend.set_state(hmac.digest(self._secret, state, "sha256") + state, token)
         return None if found is None else (self._opened(found[0]), *found[1:])
 
@@ -729,11 +724,9 @@ class NodesRendezvous(_Handler):
         return int(super().num_nodes_waiting()) if self.rdzv.hosting else 0
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Publish the number of the attempt, in the store of this round."""
         store.set(_ATTEMPT_KEY, str(attempt))
 
     def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
         return _wait_for_attempt(store, _ATTEMPT_KEY, stopped)
 
     def shutdown(self) -> bool:
@@ -754,7 +747,6 @@ class StaticRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous, over a store that listens on the address of node 0 only."""
 
     def __init__(self, rdzv: RendezvousConfig, run_id: str, store: dist.TCPStore) -> None:
-        """Join as node `rdzv.node_rank`."""
         seconds = int(dict(rdzv.conf).get("timeout", _JOIN_SECONDS))
         super().__init__(rdzv.host, store.port, rdzv.node_rank, rdzv.most, run_id, seconds)
         store.set_timeout(timedelta(seconds=seconds))
@@ -769,17 +761,14 @@ class StaticRendezvous(StaticTCPRendezvous):
         return super().next_rendezvous()
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Publish the number of the attempt, under a name for each round: the store stays the same."""
         self._posted += 1
         store.set(f"nblaunch/attempt/{self._posted}", str(attempt))
 
     def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
         self._read += 1
         return _wait_for_attempt(store, f"nblaunch/attempt/{self._read}", stopped)
 
     def shutdown(self) -> bool:
-        """Refer to the store no more."""
         self._store = None
         return True
 
@@ -811,7 +800,6 @@ class EtcdRendezvous(RendezvousHandler):
             self._handler: Any = create_rdzv_handler(_parameters(rdzv, name, conf))
 
     def get_backend(self) -> str:
-        """Return torch's name for the backend."""
         return "etcd"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -848,11 +836,9 @@ class EtcdRendezvous(RendezvousHandler):
         return done
 
     def is_closed(self) -> bool:
-        """Return whether the rendezvous is over."""
         return bool(self._handler.is_closed())
 
     def set_closed(self) -> None:
-        """Close the rendezvous."""
         self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
@@ -860,15 +846,12 @@ class EtcdRendezvous(RendezvousHandler):
         return int(self._handler.num_nodes_waiting()) if self._rdzv.hosting else 0
 
     def get_run_id(self) -> str:
-        """Return the name of the nodes' rendezvous."""
         return self._name
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Publish the number of the attempt, in the store of this round."""
         store.set(_ATTEMPT_KEY, str(attempt))
 
     def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
         return _wait_for_attempt(store, _ATTEMPT_KEY, stopped)
 
     def shutdown(self) -> bool:

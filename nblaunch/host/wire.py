@@ -394,7 +394,6 @@ _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 
 
 def encode(message: FromNode | ToNode) -> bytes:
-    """Return `message` as MessagePack."""
     return _encoder.encode(message)
 
 

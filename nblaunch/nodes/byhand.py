@@ -57,7 +57,6 @@ class JoinAllocation:
         return ()
 
     def cancel(self) -> None:
-        """Remove the key."""
         self._state = EngineState.ENDED
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -73,7 +72,6 @@ class JoinEngine(Engine):
 
     @staticmethod
     def address(request: NodeRequest) -> str:  # noqa: ARG004 - as for every engine
-        """Return this machine's address on its default route."""
         return own_address(())
 
     @staticmethod
@@ -83,7 +81,6 @@ class JoinEngine(Engine):
 
     @staticmethod
     def ask(request: NodeRequest) -> Allocation:
-        """Grant the nodes at once: the wait is for users."""
         return JoinAllocation(request)
 
 

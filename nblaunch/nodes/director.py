@@ -111,7 +111,6 @@ class NodeTable(Mapping[str, DirectedNode]):
     __slots__ = ("_counts", "_parts")
 
     def __init__(self) -> None:
-        """Have no nodes."""
         self._parts: tuple[dict[str, DirectedNode], ...] = ({},) * _PARTS
         self._counts: dict[tuple[str, int], int] = {}
 
@@ -622,7 +621,6 @@ class _Director(Machine[DirectorState, DirectorAction]):
         self.ask_for(missing)
 
     def ask_for(self, count: int) -> None:
-        """Ask for replacements of lost nodes."""
         state = self.state
         if count:
             self.set(replacements_left=state.replacements_left - count, asked=state.asked + count)

@@ -184,7 +184,6 @@ def address_of(host: str, flags: int = socket.AI_ADDRCONFIG) -> str:
 
 
 def engine_of(options: LaunchOptions) -> type[Engine]:
-    """Return the engine that `--on` names."""
     module, _, name = ENGINES[_name(options)].partition(":")
     found: type[Engine] = getattr(importlib.import_module(module), name)
     return found
@@ -311,7 +310,6 @@ def _argument(options: LaunchOptions) -> str:
 
 
 def _inside(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
-    """Whether the caller is inside an allocation of the engine."""
     return _name(options) == "slurm" and bool(surrounding_job(environ, options.slurm))
 
 

@@ -340,7 +340,6 @@ class NodeFleet:
         return self.conf.least <= count + self.conf.own and self.conf.least < self.conf.most
 
     def send(self, identity: bytes, message: wire.ToNode, data: memoryview | None = None) -> None:
-        """Send to a node."""
         if self._listener is not None:
             self._listener.send(identity, message, data)
 
@@ -373,7 +372,6 @@ class NodeFleet:
         threading.Thread(target=do, name="nblaunch-code", daemon=True).start()
 
     def drop_data(self, group: str) -> None:
-        """Stop sending pieces of a group's payloads."""
         if self._data is not None:
             self._data.drop(group)
 
@@ -391,7 +389,6 @@ class NodeFleet:
                 self._askings[1 if here else 0].again(place)
 
     def drop(self, name: str, why: str) -> None:
-        """Drop a node, and report why."""
         for identity, node in list(self._nodes.items()):
             if node.name == name and self._listener is not None:
                 self._listener.send(identity, wire.Finish(succeeded=False))
@@ -502,7 +499,6 @@ class NodeFleet:
             group.events.preempted(why, seconds)
 
     def _leave(self, identity: bytes) -> None:
-        """Let a node go that asks to leave."""
         self.send(identity, wire.Finish(succeeded=False))
         self.forget(identity, f"left{self._of_job}", asked=True)
 
@@ -743,13 +739,11 @@ class NodeGroup(GroupHost):
     # --- orders, on the hub's thread --------------------------------------------------------------
 
     def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before."""
         self._held = {}
         self._fleet.drop_data(self.name)
         self._ranks.begin_attempt(self._members.values())
 
     def send(self, rank: int, message: messages.ToRank) -> bool:
-        """Send to a rank with the next turn; return whether the rank is on a node."""
         node = self._ranks.node_of(rank)
         if node is None:
             return False
@@ -766,12 +760,10 @@ class NodeGroup(GroupHost):
         return True
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Release the ranks, and stop the `others`."""
         attempt, ranks = self.events.attempt, tuple(sorted(others))
         self._send_all(wire.Release(group=self.name, attempt=attempt, succeeded=succeeded, others=ranks))
 
     def follow(self) -> None:
-        """Have all nodes end their ranks, and repeat the rendezvous."""
         self._send_all(wire.Restart(group=self.name, attempt=self.events.attempt))
 
     def skip_grace(self) -> None:
@@ -779,7 +771,6 @@ class NodeGroup(GroupHost):
         self._fleet.hub.run(lambda: self._send_all(wire.SkipGrace(group=self.name)), 0)
 
     def measure(self, *, wanted: bool) -> None:
-        """Have the nodes measure their ranks, or stop that."""
         self._send_all(wire.MeasureRanks(group=self.name, wanted=wanted))
 
     def read_stacks(self, ranks: frozenset[int]) -> None:
@@ -806,7 +797,6 @@ class NodeGroup(GroupHost):
             self._fleet.send(self._members[name].identity, message)
 
     def flush(self) -> None:
-        """Send the held messages: one frame for all ranks of a node that get the same message."""
         held, self._held = self._held, {}
         tickets: list[tuple[messages.Payload, messages.Payload]] = []
         shared: dict[int, bytes] = {}
@@ -864,11 +854,9 @@ class NodeGroup(GroupHost):
 
     @property
     def due(self) -> float:
-        """When there is something to do (monotonic)."""
         return math.inf
 
     def turn(self) -> None:
-        """Send what is held, and do what is due."""
         self.flush()
 
     def feed(self, event: DirectorEvent) -> None:
@@ -884,7 +872,6 @@ class NodeGroup(GroupHost):
     # --- nodes: on the hub's thread ------------------------------------------------------------------
 
     def add(self, node: FleetNode) -> None:
-        """Have a node serve this group."""
         settings, conf = self._settings, self._fleet.conf
         self._nodes[node.name] = node
         self._members[node.name] = NodeMember(
@@ -906,7 +893,6 @@ class NodeGroup(GroupHost):
         self._fleet.send(node.identity, opened)
 
     def lose(self, node: FleetNode, why: str, *, asked: bool) -> None:
-        """Report the loss of a node and of its ranks."""
         member = self._members.pop(node.name, None)
         if member is None:
             return
@@ -914,7 +900,6 @@ class NodeGroup(GroupHost):
         self._ranks.lost(member, why, asked=asked, enough=self._fleet.enough(len(self._members)))
 
     def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
-        """Handle a node's message for this group."""
         member = self._members.get(node.name)
         if member is None:
             return
@@ -945,7 +930,6 @@ class NodeGroup(GroupHost):
         message: wire.OfAttempt,
         data: memoryview,
     ) -> None:
-        """Handle a message of the current attempt."""
         match message:
             case wire.Workers(workers=workers):
                 self._ranks.started(member, workers, self.log_directory)
@@ -1009,7 +993,6 @@ class FleetGroup(NodeGroup):
     # --- orders, on any thread ---------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin."""
         if self._ended.is_set():
             return  # it was stopped before it started
         try:
@@ -1018,28 +1001,21 @@ class FleetGroup(NodeGroup):
             self.fail(error)
 
     def stop(self) -> None:
-        """End the ranks, and then the agents, which may not have started."""
         self._ordered(Order.STOP_AGENT)
 
     def restart(self) -> None:
-        """End the ranks, and start new ones."""
         self._ordered(Order.RESTART_AGENT)
 
     def rejoin(self) -> None:
-        """Repeat the rendezvous after a membership change, with other ranks."""
         self._ordered(Order.REJOIN_NODES)
 
     def regroup(self) -> None:
-        """Have the remaining ranks go on with their variables, without lost nodes."""
         self._ordered(Order.REGROUP_NODES)
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Expect the exits of the ranks, and stop the `others`."""
         self._ordered(ReleaseWorkers(succeeded, others))
 
     def adopt(self, settings: AgentSettings) -> None:
-        """Use these settings from now on."""
-
         def change() -> None:
             self._settings = replace(self._settings, options=settings.options)
             self._state = msgspec.structs.replace(self._state, grace=self.grace)
@@ -1047,12 +1023,10 @@ class FleetGroup(NodeGroup):
         self._fleet.hub.run(change, 0)
 
     def all_alive(self) -> bool:
-        """Whether no process of this attempt has ended."""
         members = list(self._members.values())
         return self._state.stage is DirectorStage.RUNNING and not any(each.exited for each in members)
 
     def join(self, timeout: float) -> None:
-        """Wait for the end, for `timeout` seconds at most."""
         self._ended.wait(timeout)
 
     def _ordered(self, order: Order | ReleaseWorkers) -> None:
@@ -1071,24 +1045,20 @@ class FleetGroup(NodeGroup):
     # --- orders, on the hub's thread -----------------------------------------------------------------
 
     def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before."""
         super().begin_attempt()
         self._renumbered = {}
 
     def send(self, rank: int, message: messages.ToRank) -> bool:
-        """Send to a rank with the next turn; return whether the rank is on a node."""
         if isinstance(message, messages.Interrupt):
             self._lost_payload = math.inf, ""
         return super().send(rank, message)
 
     def flush(self) -> None:
-        """Send the held messages."""
         if any(isinstance(message, messages.Recover) for message, _ in self._held.values()):
             self._forget_timeout()
         super().flush()
 
     def close(self, *, succeeded: bool) -> None:
-        """Forget all state: the group has ended."""
         super().close(succeeded=succeeded)
         self._store = None
 
@@ -1101,16 +1071,13 @@ class FleetGroup(NodeGroup):
 
     @property
     def store(self) -> tuple[str, int]:
-        """The address of the ranks' store."""
         return self._state.store
 
     @property
     def due(self) -> float:
-        """When there is something to do (monotonic)."""
         return min(self._state.due, self._lost_payload[0])
 
     def turn(self) -> None:
-        """Send what is held, and do what is due."""
         self.flush()
         if time.monotonic() >= self._state.due:
             self.feed(Trigger.TICK)
@@ -1243,13 +1210,11 @@ class FleetGroup(NodeGroup):
     # --- nodes: on the hub's thread ------------------------------------------------------------------
 
     def add(self, node: FleetNode) -> None:
-        """Have a node serve this group, unless the group is ending."""
         if self._state.stage not in (DirectorStage.ENDING, DirectorStage.ENDED):
             self.feed(director.NodeCame(node.name, node.arriving.nproc, node.place))
             super().add(node)
 
     def lose(self, node: FleetNode, why: str, *, asked: bool) -> None:
-        """Report the loss of a node and of its ranks."""
         if node.name not in self._members:
             return
         self._lost_payload, self._node_lost = (math.inf, ""), time.monotonic()
@@ -1258,7 +1223,6 @@ class FleetGroup(NodeGroup):
         self.feed(director.NodeLost(node.name, why, asked))
 
     def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
-        """Handle a node's message for this group: of ranks that went on, perhaps under former numbers."""
         match message:
             case wire.AwaitingRendezvous(after=after, error=error) if node.name in self._members:
                 after = self.events.attempt if after in self._renumbered else after
@@ -1286,7 +1250,6 @@ class FleetGroup(NodeGroup):
         message: wire.OfAttempt,
         data: memoryview,
     ) -> None:
-        """Handle a message of the current attempt, and have the director know."""
         super().of_attempt(member, message, data)
         match message:
             case wire.Workers(attempt=attempt):

@@ -85,7 +85,6 @@ class _LogFiles:
             self._open.pop(path).close()
 
     def close(self) -> None:
-        """Close and forget all files."""
         for file in self._open.values():
             file.close()
         self._directories, self._open = {}, {}
@@ -103,7 +102,6 @@ class RemoteRanks:
         """How many printed bytes of each rank were dropped because this disk is full."""
 
     def node_of(self, rank: int) -> NodeMember | None:
-        """Return the node that has this rank."""
         return self._route.get(rank)
 
     def by_node(self, ranks: Iterable[int]) -> dict[str, tuple[NodeMember, tuple[int, ...]]]:
@@ -116,7 +114,6 @@ class RemoteRanks:
         return found
 
     def begin_attempt(self, nodes: Iterable[NodeMember]) -> None:
-        """Begin an attempt on these nodes; forget the ranks of the previous one."""
         self.close()
         for node in nodes:
             node.ranks, node.exited = set(), set()
@@ -133,7 +130,6 @@ class RemoteRanks:
         )
 
     def close(self) -> None:
-        """Close the files, and forget all ranks."""
         self._files.close()
         self._route = {}
         self._unwritten.clear()
@@ -166,7 +162,6 @@ class RemoteRanks:
             self._events.receive(messages.Unwritten(rank=rank, size=self._unwritten[rank]))
 
     def sent(self, node: NodeMember, data: bytes) -> None:
-        """Report a message of a rank."""
         message = messages.decode_from_rank(data, f"a rank of {node.name}")
         if self._route.get(message.rank) is not node:
             return
@@ -191,7 +186,6 @@ class RemoteRanks:
             node.incoming.drop(ticket)
 
     def gone(self, node: NodeMember, message: wire.Gone) -> None:
-        """Report the exit of a rank."""
         rank = message.exited.rank
         if rank in node.ranks:
             node.exited.add(rank)
