@@ -204,11 +204,15 @@ class RankAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._raise_if_stopped()
-        # The nodes that join start theirs once the notebook's are there, under the same number.
         store: Any = worker_group.store
-        self._attempt = (
-            self.rendezvous.read_attempt(store, self._stop) if self._follows else self._attempt + 1
-        )
+        numbers = self.rendezvous if isinstance(self.rendezvous, rendezvous.AttemptNumbers) else None
+        if self._directed is not None:
+            self._attempt = self._directed.directed.attempt
+        elif self._follows and numbers is not None:
+            # The nodes that join start theirs once the notebook's are there, under the same number.
+            self._attempt = numbers.read_attempt(store, self._stop)
+        else:
+            self._attempt += 1
         world_size = worker_group.workers[0].world_size
         self._events.attempt_starting(self._attempt, world_size, self._reason)
         # Only now: until the hub knows of this attempt it may still release ranks of the one before.
@@ -241,8 +245,8 @@ class RankAgent(LocalElasticAgent):
             for worker in worker_group.workers
         )
         self._events.attempt_started(self._attempt, world_size, workers)
-        if not self._follows:
-            self.rendezvous.post_attempt(store, self._attempt)
+        if numbers is not None and not self._follows:
+            numbers.post_attempt(store, self._attempt)
         self._reason = "membership"  # unless a failure is seen first
         return pids
 

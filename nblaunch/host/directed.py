@@ -66,12 +66,6 @@ class DirectedRendezvous(RendezvousHandler):
             alone, self.directed.node_rank, self.directed.node_count, RendezvousStoreInfo(host, port)
         )
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Do nothing: the runtime knows the number."""
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:  # noqa: ARG002 - as of the others
-        return self.directed.attempt
-
     def is_closed(self) -> bool:
         """Return False: the runtime decides when the group ends."""
         return False

@@ -525,8 +525,7 @@ def make_rendezvous(
 ) -> LoopbackRendezvous | NodesRendezvous | StaticRendezvous | EtcdRendezvous:
     """Return the rendezvous of the settings; it gives up waiting once `stopped` is set.
 
-    Beside torch's methods, each has `post_attempt` and `read_attempt` for the number of an attempt, which the
-    notebook's node decides. Raises `LaunchError` if the store can be neither hosted nor reached.
+    Raises `LaunchError` if the store can be neither hosted nor reached.
     """
     rdzv = settings.rdzv
     if rdzv is None:
@@ -538,7 +537,7 @@ def make_rendezvous(
         store.set(_listener_key(settings.run_id), json.dumps({"gate": rdzv.listener}))
     if rdzv.backend == "static":
         return StaticRendezvous(rdzv, settings.run_id, store)
-    backend = _Signed(store, settings.run_id, rdzv.key, stopped)
+    backend = _SignedState(C10dRendezvousBackend(store, settings.run_id), rdzv.key, stopped)
     return NodesRendezvous.at(rdzv, settings.run_id, store, backend)
 
 
@@ -622,12 +621,6 @@ class LoopbackRendezvous(_Handler):
     def _free_port(self, announced: int) -> int:  # noqa: ARG002 - no other node knows it
         return 0
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Do nothing: no other node reads it."""
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        raise NotImplementedError
-
 
 class _SignedState(RendezvousBackend):
     """Signs the state that torch keeps in its backend; `stopped` ends `waiting_thread`'s wait for it."""
@@ -662,14 +655,21 @@ class _SignedState(RendezvousBackend):
         return state
 
 
-class _Signed(_SignedState):
-    """The signed state of a c10d rendezvous."""
+class AttemptNumbers:
+    """The number of each attempt, which the notebook's node decides, in the store of its round."""
 
-    def __init__(self, store: dist.Store, run_id: str, key: bytes, stopped: threading.Event) -> None:
-        super().__init__(C10dRendezvousBackend(store, run_id), key, stopped)
+    def _attempt_key(self) -> str:
+        return "nblaunch/attempt"
+
+    def post_attempt(self, store: dist.Store, attempt: int) -> None:
+        store.set(self._attempt_key(), str(attempt))
+
+    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
+        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
+        return int(_wait_for(store, self._attempt_key(), stopped))
 
 
-class NodesRendezvous(_Handler):
+class NodesRendezvous(AttemptNumbers, _Handler):
     """A c10d or etcd-v2 rendezvous of several nodes at an endpoint."""
 
     rdzv: RendezvousConfig
@@ -723,12 +723,6 @@ class NodesRendezvous(_Handler):
         """Return how many nodes wait to join; 0 except for the notebook's agent, which acts for all."""
         return int(super().num_nodes_waiting()) if self.rdzv.hosting else 0
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        store.set(_ATTEMPT_KEY, str(attempt))
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        return _wait_for_attempt(store, _ATTEMPT_KEY, stopped)
-
     def shutdown(self) -> bool:
         """Close the rendezvous, if this is the notebook's node; another one only leaves."""
         if self._entry is not None:
@@ -743,7 +737,7 @@ class NodesRendezvous(_Handler):
         return True
 
 
-class StaticRendezvous(StaticTCPRendezvous):
+class StaticRendezvous(AttemptNumbers, StaticTCPRendezvous):
     """torch's static rendezvous, over a store that listens on the address of node 0 only."""
 
     def __init__(self, rdzv: RendezvousConfig, run_id: str, store: dist.TCPStore) -> None:
@@ -752,7 +746,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         store.set_timeout(timedelta(seconds=seconds))
         self._store = store
         self._hosting = rdzv.hosting
-        self._posted = self._read = 0
+        self._rounds = 0
 
     def next_rendezvous(self) -> Any:
         """Join the rendezvous, in a store without what NCCL's watchdog noted in an earlier attempt."""
@@ -760,20 +754,17 @@ class StaticRendezvous(StaticTCPRendezvous):
             self._store.delete_key(_NCCL_TIMED_OUT)
         return super().next_rendezvous()
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        self._posted += 1
-        store.set(f"nblaunch/attempt/{self._posted}", str(attempt))
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        self._read += 1
-        return _wait_for_attempt(store, f"nblaunch/attempt/{self._read}", stopped)
+    def _attempt_key(self) -> str:
+        # The store stays the same, and each node asks once in a round.
+        self._rounds += 1
+        return f"nblaunch/attempt/{self._rounds}"
 
     def shutdown(self) -> bool:
         self._store = None
         return True
 
 
-class EtcdRendezvous(RendezvousHandler):
+class EtcdRendezvous(AttemptNumbers, RendezvousHandler):
     """torch's older etcd rendezvous; the ranks' store listens only on this run's address."""
 
     use_agent_store = True
@@ -848,12 +839,6 @@ class EtcdRendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._name
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        store.set(_ATTEMPT_KEY, str(attempt))
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        return _wait_for_attempt(store, _ATTEMPT_KEY, stopped)
-
     def shutdown(self) -> bool:
         """End the ranks' store; on the notebook's node, close the rendezvous."""
         self._server = None
@@ -869,12 +854,7 @@ def _came_too_late(rdzv: RendezvousConfig) -> str:
     )
 
 
-_ATTEMPT_KEY = "nblaunch/attempt"
 _STORE_KEY = "nblaunch/store"
-
-
-def _wait_for_attempt(store: dist.Store, key: str, stopped: threading.Event) -> int:
-    return int(_wait_for(store, key, stopped))
 
 
 def _wait_for(store: dist.Store, key: str, stopped: threading.Event) -> bytes:

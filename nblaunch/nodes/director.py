@@ -413,7 +413,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 self.begin_if_enough()
             case DirectorStage.LEAVING if state.released:
                 # All values have arrived: there is nothing left to do for an agent at its next rendezvous.
-                self.order(name, EndGroup(group=state.group, succeeded=True))
+                self.order(name, EndGroup(group=state.group))
             case DirectorStage.RENDEZVOUS | DirectorStage.RUNNING if (
                 state.nodes[name].attempt == state.attempt
             ):
@@ -495,7 +495,6 @@ class _Director(Machine[DirectorState, DirectorAction]):
             base_rank=node.base,
             world_size=world_size,
             store=state.store,
-            reason=state.reason,
         )
 
     def report_if_all_started(self) -> bool:
@@ -673,7 +672,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                     if node.started:
                         self.order_release(name)
                     elif node.waits and succeeded:
-                        self.order(name, EndGroup(group=state.group, succeeded=True))
+                        self.order(name, EndGroup(group=state.group))
                 self.go_on_if_all_wait()
 
     def order_release(self, name: str) -> None:
@@ -706,7 +705,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
         self.set(stage=DirectorStage.ENDING, due=self.now + state.grace + _END_SECONDS, error=error)
         for name, node in state.nodes.items():
             if not node.ended:
-                self.order(name, EndGroup(group=state.group, succeeded=bool(state.released)))
+                self.order(name, EndGroup(group=state.group))
         self.end_if_all_have()
 
     def end_if_all_have(self) -> None:

@@ -524,8 +524,6 @@ class NodeFleet:
                 self._noticed(node, message)
             case wire.CodeLacking():
                 self.code.answer(identity, message)
-            case wire.NodeEnded(group="", error=error):
-                self.forget(identity, f"ended: {error}" if error else "has ended")
             case _:
                 pass  # the group has ended
 
