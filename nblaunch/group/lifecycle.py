@@ -209,6 +209,11 @@ class GroupState(msgspec.Struct, frozen=True):
         return len(self.remote) < self.members.world_size
 
     @property
+    def regroup_awaited(self) -> bool:
+        """Whether nodes came or were lost, and the ranks are not ready yet under their new numbers."""
+        return bool(self.lost) or self.regrouping or (bool(self.adopted) and not self.all_ready)
+
+    @property
     def working(self) -> JobState | None:
         """The job, if it has not ended."""
         return self.job if self.job is not None and not self.job.ended else None

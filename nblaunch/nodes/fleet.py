@@ -43,7 +43,7 @@ from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPree
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
+from nblaunch.group.lifecycle import Preemption, PrepareChanged, ReleaseWorkers, Trigger
 from nblaunch.group.machine import Order
 from nblaunch.host import wire
 from nblaunch.host.code import JobCode
@@ -317,7 +317,7 @@ class NodeFleet:
     def _add(self, group: NodeGroup) -> None:
         self._groups[group.name] = group
         if self._askings:
-            group.events.engine_reported(self.engine_status)
+            group.events.feed(self.engine_status)
         if self._ended:
             group.feed(director.EngineEnded(self._ended))
         group.feed(director.NodesExpected(self._expected))
@@ -399,7 +399,7 @@ class NodeFleet:
         """Send what is queued, and do what is due; return in how many seconds something is due next."""
         for group in list(self._groups.values()):
             try:
-                if self._ended and not group.events.saving:
+                if self._ended and not group.events.life.saving:
                     group.feed(director.EngineEnded(self._ended))
                 group.turn()
             except Exception as error:  # noqa: BLE001 - it ends one group, and no other
@@ -447,14 +447,14 @@ class NodeFleet:
             return
         self.engine_status = status
         for group in list(self._groups.values()):
-            group.events.engine_reported(status)
+            group.events.feed(status)
             if self._expected != expected:
                 group.feed(director.NodesExpected(self._expected))
 
     def _engine_ended(self, why: str) -> None:
         self._ended = why
         for group in list(self._groups.values()):
-            if not group.events.saving:
+            if not group.events.life.saving:
                 group.feed(director.EngineEnded(why))
 
     # --- on the hub's thread: nodes that are taken back --------------------------------------------
@@ -496,7 +496,7 @@ class NodeFleet:
 
     def _preempt(self, why: str, seconds: float) -> None:
         for group in list(self._groups.values()):
-            group.events.preempted(why, seconds)
+            group.events.feed(Preemption(why, seconds))
 
     def _leave(self, identity: bytes) -> None:
         self.send(identity, wire.Finish(succeeded=False))
@@ -586,7 +586,7 @@ class NodeFleet:
         for text in texts:
             self._warned.append(text)
             for group in self._groups.values():
-                group.events.noted(text)
+                group.events.feed(messages.Noticed(text=text))
 
     # Before ranks connect, the fleet finds machines that cannot reach each other, and names them.
 
@@ -915,11 +915,15 @@ class NodeGroup(GroupHost):
             case _:
                 pass  # the attempt has been abandoned
 
+    def note(self, text: str) -> None:
+        """Show a text with the next result."""
+        self.events.feed(messages.Noticed(text=text))
+
     def _node_ended(self, node: FleetNode, error: str) -> None:
         member = self._members.get(node.name)
         if error and member is not None and not member.ranks:
             # No rank is lost with it, of which the loss would tell.
-            self.events.noted(f"node {node.name} cannot take part: {error}")
+            self.note(f"node {node.name} cannot take part: {error}")
         self._fleet.forget(node.identity, f"ended: {error}" if error else "has ended")
 
     def of_attempt(
@@ -1127,10 +1131,8 @@ class FleetGroup(NodeGroup):
                     self._fleet.notify_lost(count, self._state.lost)
             case director.DropNode(node, why):
                 self._fleet.drop(node, why)
-            case messages.Noticed(text=text):
-                self.events.noted(text)
-            case Trigger():
-                self.events.node_waits()
+            case messages.Noticed() | Trigger():
+                self.events.feed(action)
             case director.EndAgent(error):
                 self._end(error)
 
@@ -1141,7 +1143,7 @@ class FleetGroup(NodeGroup):
             self._fleet.signalled = ""  # that node has gone; what ends from now on was not signalled
         if attempt.kept is None:
             self._attempt_logs = self._logs / f"attempt_{attempt.number}"
-            self.events.placed(*self._placement())
+            self.events.feed(PrepareChanged(*self._placement()))
         else:
             self._renumber(attempt.kept)
         # Only now is the backend known, unless ranks go on.
@@ -1172,12 +1174,12 @@ class FleetGroup(NodeGroup):
         if self._backend != "auto":
             return self._backend, self._device(shared, {device for _, device in found})
         if shared:
-            self.events.noted(f"{shared}: all ranks are on the CPU")
+            self.note(f"{shared}: all ranks are on the CPU")
             return "gloo", "cpu"
         if len(found) == 1:
             return found.pop()
         if without := [name for name, each in inventories.items() if each.device_type == "cpu"]:
-            self.events.noted(f"{', '.join(without)} has no GPU for each rank: all ranks are on the CPU")
+            self.note(f"{', '.join(without)} has no GPU for each rank: all ranks are on the CPU")
         return "gloo", "cpu"
 
     def _device(self, shared: str, devices: set[str]) -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from nblaunch.diagnose.failures import NODE_LOST, value_lost
 from nblaunch.group.group import WorkerGroup
+from nblaunch.group.lifecycle import NodeLeaving
 from nblaunch.host import wire
 from nblaunch.host.link import IncomingTransfer, payload_of, with_payload
 from nblaunch.host.settings import Worker
@@ -143,14 +144,15 @@ class RemoteRanks:
             node.ranks.add(record.rank)
             stdout, stderr = self._files.add(record.rank, logs / f"{node.name}-{record.rank}")
             workers.append(msgspec.structs.replace(record, stdout=stdout, stderr=stderr))
-        self._events.node_started(tuple(workers))
+        number, size = self._events.attempt, self._events.state.world_size
+        self._events.attempt_started(number, size, tuple(workers), remote=True)
 
     def wrote(self, node: NodeMember, message: wire.Wrote, data: memoryview) -> None:
         """Write the next bytes of a log file; drop and count those that a full disk refuses."""
         rank = message.rank
         if rank not in node.ranks:
             return
-        self._events.wrote(rank)
+        self._events.logs.wrote(rank)
         try:
             file = self._files.of(rank, message.stream)
             while data:
@@ -193,9 +195,9 @@ class RemoteRanks:
 
     def lost(self, node: NodeMember, why: str, *, asked: bool, enough: bool) -> None:
         """Report the loss of a node, and of its ranks that have not exited."""
-        goes_on = bool(node.ranks) and self._events.node_leaves(
-            node.name, asked=asked, enough=enough, ranks=frozenset(node.ranks), address=node.address
-        )
+        if node.ranks:
+            self._events.feed(NodeLeaving(node.name, asked, enough, frozenset(node.ranks), node.address))
+        goes_on = bool(node.ranks) and self._events.life.changing
         for rank in sorted(node.ranks - node.exited):
             reason = f"{NODE_LOST}: {node.name} {why}"
             exited = messages.Exited(

@@ -16,7 +16,7 @@ from nblaunch._errors import LaunchError
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import JobState, Trigger
+from nblaunch.group.lifecycle import JobState, PrepareChanged, Trigger
 from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.host.rank_host import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
@@ -102,7 +102,7 @@ class ScriptedNodes(GroupHost):
     # --- what nodes do; on the hub's thread --------------------------------------------------------
 
     def begin(self, number: int, size: int, reason: str = "started", backend: str = "gloo") -> None:
-        self.group.placed(backend, "cuda" if "nccl" in backend else "cpu")
+        self.group.feed(PrepareChanged(backend, "cuda" if "nccl" in backend else "cpu"))
         self.group.attempt_starting(number, size, reason, backend=backend)
 
     def fork(self, number: int, size: int) -> None:
@@ -112,7 +112,8 @@ class ScriptedNodes(GroupHost):
             paths = [directory / f"{stream}.log" for stream in ("stdout", "stderr")]
             for path in paths:
                 path.write_text(f"of {number}, {rank}\n")
-            self.group.node_started((Worker(rank, 0, os.getpid(), *map(str, paths)),))
+            workers = (Worker(rank, 0, os.getpid(), *map(str, paths)),)
+            self.group.attempt_started(number, size, workers, remote=True)
         self.group.attempt_started(number, size, ())
 
     def ready(self, number: int, size: int) -> None:
@@ -185,7 +186,7 @@ def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_pa
     job = scene.submit()
     assert nodes.done == ["start"]
     waiting = EngineStatus(engine="slurm", state=EngineState.WAITING, wanted=2)
-    scene.run(lambda: group.engine_reported(waiting))
+    scene.run(lambda: group.feed(waiting))
     assert job.state.engine == waiting
     assert "slurm" in job.state.where
     scene.run(lambda: nodes.begin(0, 4, backend="cpu:gloo,cuda:nccl"))
@@ -217,17 +218,17 @@ def test_the_wait_for_nodes_has_no_limit_and_that_for_ranks_begins_with_the_last
     scene = Scene(local, tmp_path)
     scene.submit()
     scene.run(lambda: scene.nodes.begin(0, 2))
-    life = scene.group._life
+    life = scene.group.life
     assert life.limited is None
     scene.run(lambda: scene.nodes.fork(0, 2))
-    assert scene.group._life.limited is Phase.CONNECT
+    assert scene.group.life.limited is Phase.CONNECT
 
 
 def test_the_wait_for_nodes_counts_towards_no_timeout(local, tmp_path):
     scene = Scene(local, tmp_path)
     job = scene.submit(Ending.of(0.3, None, time.monotonic()))
     waiting = EngineStatus(engine="slurm", state=EngineState.WAITING, wanted=2)
-    scene.run(lambda: scene.group.engine_reported(waiting))
+    scene.run(lambda: scene.group.feed(waiting))
     assert not job.ended.wait(0.6)
     began = time.monotonic()
     scene.run(lambda: scene.nodes.begin(0, 2))
@@ -264,7 +265,7 @@ def test_a_session_whose_node_is_lost_goes_on_with_other_ranks(local, tmp_path):
     scene.run(lambda: group.rank_gone(Exited(rank=3, exitcode=-9, time=1.0, expected=False, reason=reason)))
     scene.run(lambda: group.post(Trigger.DRAINED))
     scene.run(lambda: nodes.all(1, 2, reason="membership"))
-    assert (group.attempt, group.state.world_size, group.ready) == (1, 2, True)
+    assert (group.attempt, group.state.world_size, group.life.all_ready) == (1, 2, True)
     assert own_logs(nodes.directory / "attempt_1") == ["h0-0", "h1-1"]
     group.stop()
     assert scene.closed.wait(SECONDS)
