@@ -205,10 +205,6 @@ class GroupState(msgspec.Struct, frozen=True):
         return len(self.ready) == self.members.world_size
 
     @property
-    def some_here(self) -> bool:
-        return len(self.remote) < self.members.world_size
-
-    @property
     def regroup_awaited(self) -> bool:
         """Whether nodes came or were lost, and the ranks are not ready yet under their new numbers."""
         return bool(self.lost) or self.regrouping or (bool(self.adopted) and not self.all_ready)
@@ -557,9 +553,9 @@ class _Step(Machine[GroupState, Action]):
     def measured(self, message: messages.Measured) -> None:
         self.fold(message)
         ranks = self.state.at_work.ranks
-        # Nodes measure their own ranks.
-        if len(ranks) > 1 and self.state.some_here:
+        if len(ranks) > 1:
             for rank in ranks.values():
+                # Nodes measure their own ranks.
                 if rank.state is State.RUNNING and rank.rank not in self.state.remote:
                     self.send(rank.rank, messages.ReportReached())
 
@@ -1054,7 +1050,8 @@ class _Step(Machine[GroupState, Action]):
         for rank in job.run.ranks.values():
             if rank.rank in ranks and rank.state.final:
                 failure = rank.failure if rank.state is State.FAILED else None
-                exitcode = 0 if failure is None else _as_exitcode(failure.exitcode)
+                # A process that ends with 256 would seem to have succeeded.
+                exitcode = 0 if failure is None else failure.exitcode & 0xFF or 1
                 self.send(rank.rank, messages.Leave(exitcode=exitcode, abort=abort))
 
     def node_leaving(self, event: NodeLeaving) -> None:
@@ -1166,8 +1163,3 @@ def _gone_on(kept: Mapping[int, int], world_size: int) -> str:
         f"new, without variables: {format_ranks(new)}" if new else "",
     ]
     return "; ".join(filter(None, parts))
-
-
-def _as_exitcode(code: int) -> int:
-    """Return an exit code that is no success: a process that ends with 256 would seem to have succeeded."""
-    return code & 0xFF or 1

@@ -70,7 +70,12 @@ class LocalRuntime(LocalHost):
             standby = self._standby
         if standby is not None:
             standby.close()
-        groups = [group for group in self._open(self._groups) if not _leaves_by_itself(group)]
+        groups = []
+        for group in self._open(self._groups):
+            # Fresh ranks that have done their job exit, at the latest with the fork server.
+            fresh = not (group.settings.nodes or group.keep)
+            if not (fresh and group.job is not None and group.job.ended.is_set()):
+                groups.append(group)
         for group in groups:
             # Before the fork server: an agent whose ranks are lost would start others.
             group.stop()
@@ -86,9 +91,3 @@ class LocalRuntime(LocalHost):
             each.start()
         for each in threads:
             each.join(_END_SECONDS)
-
-
-def _leaves_by_itself(group: WorkerGroup) -> bool:
-    """Whether these fresh ranks have done their job: they exit, at the latest with the fork server."""
-    alone = not (group.settings.nodes or group.keep)
-    return alone and group.job is not None and group.job.ended.is_set()

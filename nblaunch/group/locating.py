@@ -97,7 +97,10 @@ class Locating(msgspec.Struct, frozen=True):
         if self.stage is LocatingStage.AGAIN or not report.deadlocks:
             return report, ()
         circles = frozenset(rank for circle in report.deadlocks for rank in circle)
-        until = now + _settled_after(self.survey.answers[rank] for rank in circles)
+        # After how long it is known that an operation of these ranks has ended, if it has: NCCL's watchdog
+        # looks ten times a second, that of ProcessGroupNCCL2 (torch 2.15) once.
+        backends = {each.backend for rank in circles for each in self.survey.answers[rank].waits}
+        until = now + (_SETTLED_SECONDS if backends <= _SETTLED_SOON else _SETTLED_LATE_SECONDS)
         return replace(self, stage=LocatingStage.SETTLING, state=None, circles=circles, until=until), ()
 
     def _silent(self, state: RunState, remote: AbstractSet[int]) -> frozenset[int]:
@@ -143,13 +146,6 @@ class Locating(msgspec.Struct, frozen=True):
             elsewhere=elsewhere,
             hosts=hosts_of(state.ranks),
         )
-
-
-def _settled_after(answers: Iterable[Where]) -> float:
-    """Return after how many seconds it is known that an operation of these ranks has ended, if it has."""
-    backends = {each.backend for answer in answers for each in answer.waits}
-    # NCCL's watchdog looks ten times a second, that of ProcessGroupNCCL2 (torch 2.15) once.
-    return _SETTLED_SECONDS if backends <= _SETTLED_SOON else _SETTLED_LATE_SECONDS
 
 
 def without_other_waits(

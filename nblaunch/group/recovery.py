@@ -191,13 +191,12 @@ class Recovery(msgspec.Struct, frozen=True):
             names = ", ".join(f"{each}{_where(on, everyone)}" for each, on in stepped.items())
             told += [f"{STEPPED}{names}"] if names else []
         if dead:
+            remedies = ", ".join(
+                f"{each.name}{_where(on, everyone)} ({each.remedy})" for each, on in dead.items()
+            )
             made = UNUSABLE_IN_PLACE if message.in_place else "made for a process group that is gone"
-            told.append(f"{made}, with what revives each: {_remedies(dead, everyone)}")
+            told.append(f"{made}, with what revives each: {remedies}")
         return self.abandoned(), tuple(messages.Noticed(text=each) for each in told)
-
-
-def _remedies(dead: Mapping[messages.DeadVariable, tuple[int, ...]], members: int) -> str:
-    return ", ".join(f"{each.name}{_where(on, members)} ({each.remedy})" for each, on in dead.items())
 
 
 def _where(on: tuple[int, ...], members: int) -> str:

@@ -354,7 +354,12 @@ class RankProcess(process.BaseProcess):
 
     def start(self) -> None:
         # A rank that fails too early to report it would write an error file, which nobody reads or removes.
-        self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
+        self._args = tuple(
+            os.devnull
+            if isinstance(each, str) and os.path.basename(each).startswith("pytorch-errorfile-")
+            else each
+            for each in self._args
+        )
         super().start()
         _on_this_thread.forked.append(self)
         # It is the agent's to wait for, and the keeper's to end: `multiprocessing` would wait for it at the
@@ -370,10 +375,6 @@ class RankProcess(process.BaseProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802 - as the standard library has it
         return RankPopen(process_obj)
-
-
-def _is_error_file(argument: object) -> bool:
-    return isinstance(argument, str) and os.path.basename(argument).startswith("pytorch-errorfile-")
 
 
 class ReturnSlot:

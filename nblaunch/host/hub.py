@@ -16,7 +16,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import zmq
 
@@ -31,6 +31,8 @@ _TICK_SECONDS = 0.05
 _DRAIN_SECONDS = 0.02
 _BIND_SECONDS = 5.0
 _ALIVE_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 class Member(Protocol):
@@ -151,6 +153,15 @@ class Hub:
                 raise LaunchError(msg, phase=Phase.CONNECT.value, kind=FailureKind.CONNECTION_LOST)
         if raised:
             raise raised.pop()
+
+    def run_aside(self, name: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Do `work` on a thread of its own, and `then`, with its result, on the hub's thread."""
+
+        def do() -> None:
+            found = work()
+            self.call(lambda: then(found))
+
+        threading.Thread(target=do, name=name, daemon=True).start()
 
     def add(self, member: Member) -> None:
         self.call(lambda: self._members.__setitem__(member.group, member))

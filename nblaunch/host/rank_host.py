@@ -8,6 +8,7 @@ order: a rank's exit comes after all that the rank has sent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import threading
 import time
@@ -253,13 +254,12 @@ class RankHost(AgentThread, GroupHost):
         pids = {rank - shift: pid for rank in ranks if rank in known and (pid := known[rank].pid)}
         gone = {rank: _GONE for rank in ranks if rank not in known and rank - shift in self._workers}
 
-        def read() -> None:
-            found = stacks_of_silent(pids, str(self._directory), titles)
-            stacks = gone | {rank + shift: text for rank, text in found.items()}
-            self._hub.call(lambda: self._owner.stacks_read(stacks))
+        def report(found: Mapping[int, str]) -> None:
+            self._owner.stacks_read(gone | {rank + shift: text for rank, text in found.items()})
 
         try:
-            threading.Thread(target=read, name="nblaunch-stacks", daemon=True).start()
+            read = functools.partial(stacks_of_silent, pids, str(self._directory), titles)
+            self._hub.run_aside("nblaunch-stacks", read, report)
         except RuntimeError:  # the system refuses one
             self._owner.stacks_read(gone | dict.fromkeys(known, ""))
 

@@ -135,18 +135,6 @@ def interfaces() -> tuple[str, ...]:
 # --- trying --------------------------------------------------------------------------------------------
 
 
-def try_later(
-    targets: Sequence[ReachTarget],
-    address: str,
-    key: bytes,
-    then: Callable[[tuple[ReachResult, ...]], None],
-) -> None:
-    """Run `try_all` on a new thread, which calls `then` with the results."""
-    threading.Thread(
-        target=lambda: then(try_all(targets, address, key)), name="nblaunch-reach", daemon=True
-    ).start()
-
-
 def try_all(targets: Sequence[ReachTarget], address: str, key: bytes) -> tuple[ReachResult, ...]:
     """Connect to all targets from `address` ("": any), many at a time, for at most 2 s."""
     results: list[ReachResult] = []
@@ -313,11 +301,11 @@ class ReachCheck:
         self._trying = frozenset(targets)
         for name in self._nodes:
             self._send(name, Try(targets=targets[name]))
-
-        def here(results: tuple[ReachResult, ...]) -> None:
-            self._hub.call(lambda: self.take("", Reachable(results=results)))
-
-        try_later(targets[""], self._store.address, self._key, here)
+        self._hub.run_aside(
+            "nblaunch-reach",
+            lambda: try_all(targets[""], self._store.address, self._key),
+            lambda results: self.take("", Reachable(results=results)),
+        )
 
 
 # --- what it means -------------------------------------------------------------------------------------

@@ -36,9 +36,6 @@ from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event, Placement
 
 _END_SECONDS = 5.0
-_GONE = "  its process has ended"
-# An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
-_ABORT_SECONDS = 2.0
 
 
 class NodeRelay:

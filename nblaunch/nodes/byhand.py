@@ -67,10 +67,6 @@ class JoinEngine(Engine):
     name: ClassVar[str] = "join"
 
     @staticmethod
-    def check(request: NodeRequest) -> None:
-        """Refuse nothing: this engine has no requirements."""
-
-    @staticmethod
     def address(request: NodeRequest) -> str:  # noqa: ARG004 - as for every engine
         return own_address(())
 

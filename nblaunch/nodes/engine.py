@@ -119,7 +119,7 @@ class Allocation(Protocol):
         """
 
 
-class Engine(Protocol):
+class Engine:
     """Places nodes."""
 
     name: ClassVar[str]
@@ -136,17 +136,21 @@ class Engine(Protocol):
     @staticmethod
     def address(request: NodeRequest) -> str:
         """Return the address of this machine that the nodes reach."""
+        raise NotImplementedError
 
     @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:
+    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - for engines that need one
         """Return the command that gives everything back if this process is killed; () if none is needed.
 
-        It may begin with variables, NAME=VALUE each. The caller registers it before `ask`.
+        It may begin with variables, NAME=VALUE each. The caller registers it before `ask`. The keeper ends
+        what is below it, a node ends with its connection, and Ray takes back the nodes of a lost driver.
         """
+        return ()
 
     @staticmethod
     def ask(request: NodeRequest) -> Allocation:
         """Ask for the hosts, and return at once; `cancel` ends what this starts."""
+        raise NotImplementedError
 
 
 def own_address(hosts: Iterable[str]) -> str:

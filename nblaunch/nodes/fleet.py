@@ -153,7 +153,7 @@ class NodeFleet:
         """The engine's last report, without the number of connected nodes."""
         self._groups: dict[str, NodeGroup] = {}
         self._nodes: dict[bytes, FleetNode] = {}
-        self.code = JobCode(self.send, self._send_payload, self._read)
+        self.code = JobCode(self.send, self._send_payload, functools.partial(hub.run_aside, "nblaunch-code"))
         self._last_payload = 0  # the (negative) number of the last payload on a control connection
         self._without_data: set[bytes] = set()
         """Nodes to which the data connection has broken: they get modules on their control connections."""
@@ -361,15 +361,6 @@ class NodeFleet:
         node = self._nodes[identity]
         payload = messages.Payload(sizes=(len(content),), inline=content)
         return number_of(self._data.send("", payload, ((node.name, node.arriving.data),)))
-
-    def _read(self, work: Callable[[], bytes], then: Callable[[bytes], None]) -> None:
-        """Run `work` on a thread of its own, and `then` with the result on the hub's thread."""
-
-        def do() -> None:
-            content = work()
-            self.hub.call(lambda: then(content))
-
-        threading.Thread(target=do, name="nblaunch-code", daemon=True).start()
 
     def drop_data(self, group: str) -> None:
         if self._data is not None:
@@ -773,8 +764,9 @@ class NodeGroup(GroupHost):
 
     def read_stacks(self, ranks: frozenset[int]) -> None:
         """Have the nodes dump the stacks of these ranks, which do not answer."""
-        for name, (_, theirs) in self._ranks.by_node(ranks).items():
-            self._send_to(name, wire.DumpStacks(group=self.name, ranks=theirs))
+        for member in self._members.values():
+            if theirs := tuple(sorted(member.ranks & ranks)):
+                self._send_to(member.name, wire.DumpStacks(group=self.name, ranks=theirs))
 
     def close(self, *, succeeded: bool) -> None:
         """Forget all state: the group has ended, and with it the nodes of an endpoint."""

@@ -105,15 +105,6 @@ class RemoteRanks:
     def node_of(self, rank: int) -> NodeMember | None:
         return self._route.get(rank)
 
-    def by_node(self, ranks: Iterable[int]) -> dict[str, tuple[NodeMember, tuple[int, ...]]]:
-        """Return the nodes that have these ranks, by name, and which of them each has."""
-        found: dict[str, tuple[NodeMember, tuple[int, ...]]] = {}
-        for rank in sorted(ranks):
-            node = self._route.get(rank)
-            if node is not None:
-                found[node.name] = node, (*found.get(node.name, (node, ()))[1], rank)
-        return found
-
     def begin_attempt(self, nodes: Iterable[NodeMember]) -> None:
         self.close()
         for node in nodes:

@@ -244,11 +244,6 @@ class ProcessEngine(Engine):
         return "127.0.0.1"
 
     @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
-        """Return (): the keeper ends what is below it."""
-        return ()
-
-    @staticmethod
     def ask(request: NodeRequest) -> Allocation:
         host = platform.node()
         names = [f"{host}-{number}" for number in range(1, request.most + 1)]

@@ -189,11 +189,6 @@ class RayEngine(Engine):
         return own_address([host] if host else [])
 
     @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
-        """Return (): Ray takes back the nodes of a driver that is gone."""
-        return ()
-
-    @staticmethod
     def ask(request: NodeRequest) -> Allocation:
         return RayAllocation(request)
 

@@ -216,7 +216,9 @@ class SlurmAllocation:
         if state is EngineState.ENDING:
             # squeue shows the final state only once the job's processes are gone, which may take long.
             self._completing = self._completing or time.monotonic()
-            words = _REASONS.get(job.reason) or self._words_of_steps() or words
+            with self._lock:
+                printed = "\n".join(step.srun.printed() for step in self._steps)
+            words = _REASONS.get(job.reason) or words_of_end(printed) or words
             if words != job.state or time.monotonic() > self._completing + _COMPLETING_SECONDS:
                 state = EngineState.ENDED
         waiting, held = state is EngineState.WAITING, state is EngineState.GRANTED
@@ -247,11 +249,6 @@ class SlurmAllocation:
         query.end_by(time.monotonic() + (0 if cancelled else _ANSWER_SECONDS))
         code, printed = query.exitcode, query.printed()
         return code, printed if printed.strip() or code == 0 else f"squeue took {_ANSWER_SECONDS:g} s"
-
-    def _words_of_steps(self) -> str:
-        with self._lock:
-            printed = "\n".join(step.srun.printed() for step in self._steps)
-        return words_of_end(printed)
 
     @property
     def _of_steps(self) -> dict[str, str]:

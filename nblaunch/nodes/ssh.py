@@ -67,11 +67,6 @@ class SshEngine(Engine):
         return own_address(_addresses(request))
 
     @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
-        """Return (): the keeper ends ssh, and a node ends with its connection."""
-        return ()
-
-    @staticmethod
     def ask(request: NodeRequest) -> Allocation:
         return SshAllocation(request, request.argument.split(","))
 
