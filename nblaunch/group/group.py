@@ -205,18 +205,19 @@ class WorkerGroup:
         self._measuring = after
 
     def memory(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int | None]:
-        """Return each rank's private memory in bytes; wait at most `seconds` for ranks on other machines."""
+        """Return each rank's private memory in bytes; wait at most `seconds` if a host must measure it."""
         found: dict[int, int | None] = dict.fromkeys(self.state.ranks)
         for host in self._hosts:
             found |= host.memory()
-        away = self.life.remote - self.life.exited
-        if away:
+        known = self.state.ranks.values()
+        asked = {each.rank for each in known if each.node and found[each.rank] is None} - self.life.exited
+        if asked:
             self._hub.run(lambda: self.measure(wanted=True), seconds)
             deadline = time.monotonic() + seconds
-            while not away <= self.usages.keys() and time.monotonic() < deadline:
+            while not asked <= self.usages.keys() and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             self._hub.call(lambda: self.measure(wanted=False))
-        return found | {rank: used.memory for rank, used in dict(self.usages).items() if rank in away}
+        return found | {rank: used.memory for rank, used in dict(self.usages).items() if rank in asked}
 
     def interrupt(self, job: Job, *, sparing: bool = False) -> None:
         """Interrupt a job; the second time its ranks are ended, unless `sparing` them. From any thread."""

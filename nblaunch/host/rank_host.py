@@ -239,10 +239,10 @@ class RankHost(AgentThread, GroupHost):
         return {} if self._dispatched is None else self._dispatched.titles
 
     def _state(self) -> RunState:
-        # To read the memory of the others would keep those waiting that matter.
-        idle = self._idle.copy()
-        at_work = {rank: each for rank, each in self.ranks.copy().items() if rank not in idle}
-        return replace(RunState.fresh(0), ranks=at_work)
+        # While some are at work, to read the memory of the others would keep those waiting that matter.
+        idle, ranks = self._idle.copy(), self.ranks.copy()
+        at_work = {rank: each for rank, each in ranks.items() if rank not in idle}
+        return replace(RunState.fresh(0), ranks=at_work or ranks)
 
     def _report(self, measured: messages.Measured) -> None:
         self._hub.call(lambda: self._owner.measured(measured.usages))

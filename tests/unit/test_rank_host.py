@@ -163,13 +163,13 @@ def test_a_session_s_rank_has_the_shutdown_timeout_and_no_longer(kept_scene):
     assert agent._leave_by < time.monotonic() + SECONDS
 
 
-def test_ranks_are_measured_while_they_have_a_job(scene, kept_scene):
+def test_ranks_at_work_are_measured_and_all_where_none_is(scene, kept_scene):
     measured = kept_scene.host._state
-    assert not measured().ranks
+    assert list(measured().ranks) == [0, 1]
     kept_scene.hub.run(lambda: kept_scene.host.send(1, A_JOB) and None)
     assert list(measured().ranks) == [1]
     kept_scene.say(wire.Raised(rank=1, failure=wire.FailureRecord(type="E", message="", traceback="")))
-    assert not measured().ranks
+    assert list(measured().ranks) == [0, 1]
     # Those of a run have one from the beginning.
     assert list(scene.host._state().ranks) == [0, 1]
 
