@@ -30,7 +30,7 @@ NEVER = float("inf")
 ANSWER_SECONDS = 1.0
 """How long ranks have to say where they are."""
 ASK_SECONDS = 0.3
-"""How long they have where somebody waits for an interrupt."""
+"""The same while a user waits for an interrupt."""
 END_SECONDS = 30.0
 """An agent that cannot be moved (uninterruptible ranks) must not hold the job longer."""
 
@@ -247,7 +247,7 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 class Interruption(msgspec.Struct, frozen=True):
-    """The interruption of a job: surveys the ranks, frees the stuck, presses those that go on."""
+    """The interruption of a job: surveys the ranks, frees the stuck ones, interrupts the others again."""
 
     begun: bool = False
     cut: bool = False
@@ -431,7 +431,7 @@ def _in_step(answers: Mapping[int, messages.Where], state: RunState) -> bool:
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """What ends a job early, and how far that is."""
+    """The limits of a job, and how far its early end has come."""
 
     timeout: float | None = None
     deadline: float = NEVER
@@ -449,7 +449,7 @@ class Ending(msgspec.Struct, frozen=True):
     interrupted: bool = False
     """Whether they have been interrupted for that: by the user, or kept ones after the timeout."""
     where: str = ""
-    """Where they were before that."""
+    """Where the ranks were before that."""
     findings: tuple[str, ...] = ()
     noticed: int = 0
     """How many notices there were before."""
@@ -482,7 +482,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def early(self) -> EarlyEnd | None:
-        """What the client is told of it; None if the job ends by itself."""
+        """The reason for the client; None if the job ends by itself."""
         if not self.begun:
             return None
         if self.timed_out:
@@ -498,7 +498,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Situation(msgspec.Struct, frozen=True):
-    """What a group knows of its job and its ranks."""
+    """The state of a job and its ranks, as far as its end depends on it."""
 
     run: RunState
     members: RunState
@@ -518,7 +518,7 @@ class Situation(msgspec.Struct, frozen=True):
 Consequence: TypeAlias = (
     LocatedAll | messages.Noticed | messages.Waiting | LocateRanks | RestartAsked | Send | Order
 )
-"""A message to fold, or what is to be done."""
+"""A message to fold, or an action."""
 
 
 class EndingStep(Machine[Ending, Consequence]):
@@ -688,7 +688,7 @@ class EndingStep(Machine[Ending, Consequence]):
             self.act(LocateRanks(Why.LATE, ASK_SECONDS, late))
 
     def show_late(self, report: HangReport, asked: float) -> None:
-        """Show where these ranks are; replace those that nobody may continue."""
+        """Show where these ranks are; after a timeout, replace stopped ones."""
         late = LateRanks.of(self.interruption.waited_for, report, asked, self.now)
         self.set([messages.Waiting(ranks=dict(late.ranks))], late=late)
         stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.job.grace]

@@ -104,7 +104,7 @@ class WorkerGroup:
         self.listener: GroupListener | None = None
         self.closed = threading.Event()
         self.events = EventLog()
-        """What torchelastic has recorded of these ranks."""
+        """Events that torchelastic has recorded for these ranks."""
         self.settings = settings
         self._hub = local.hub
         self.life = GroupState(persistent=keep, members=RunState.fresh(settings.nproc, time=time.time()))
@@ -113,7 +113,7 @@ class WorkerGroup:
         """The message that is being fed, and the bytes that its rank has sent."""
         self._surveys = itertools.count()
         self._who_surveys: dict[int, Future[HangReport]] = {}
-        """Who has asked where the ranks are, by the number of the survey."""
+        """Callers that wait for a report, by the number of the survey."""
         self._error: BaseException | None = None
         self.usages: dict[int, messages.Usage] = {}
         """The last measurement of the ranks."""
@@ -136,13 +136,13 @@ class WorkerGroup:
 
     @property
     def backend(self) -> str:
-        """The backend of the default process group, "" if there is none."""
+        """The backend of the default process group, or ""."""
         prepare = self.life.prepare
         return "" if prepare is None else prepare.backend or ""
 
     @property
     def why_closed(self) -> str:
-        """Which error ended the group, "" if none did."""
+        """The error that ended the group, or ""."""
         return "" if self._error is None else str(self._error)
 
     # --- on the caller's thread -----------------------------------------------------------------
@@ -196,7 +196,7 @@ class WorkerGroup:
             return hang.report({})
 
     def measure(self, *, wanted: bool) -> None:
-        """Have the ranks measured until nobody wants it any more; on the hub's thread."""
+        """Count the callers that want measurements; measure while there is one. On the hub's thread."""
         before, after = self._measuring, self._measuring + (1 if wanted else -1)
         if (before > 0) != (after > 0):
             self.usages = {} if before == 0 else self.usages
@@ -355,7 +355,7 @@ class WorkerGroup:
             case messages.Returned() | messages.Profiled():
                 taken = None if self.job is None else self.job.take(message)
                 if taken is None:
-                    return  # nobody waits for it any more
+                    return  # its job has ended
                 message = taken
             case _:
                 pass

@@ -107,7 +107,7 @@ class RankLogs:
         self._attempt = attempt
 
     def free_before(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
-        """Give back the room of what is older than a job, whose logs these are: no job refers to it.
+        """Delete files, and free parts of files, that are older than the logs of the oldest job.
 
         Without logs there is no such job.
         """
@@ -215,7 +215,7 @@ class Job:
         self._dispatches = dispatches
         self._directory = directory
         self._values: dict[tuple[int, str], HeldPayload] = {}
-        """What ranks have sent, by rank: values and profiles."""
+        """Values and profiles of ranks."""
         self.logs: Mapping[int, Mapping[int, RankLogFiles]] = {}
         """The log files, by attempt and rank."""
         self.error: BaseException | None = None
@@ -244,7 +244,8 @@ class Job:
     ) -> messages.Returned | messages.Profiled | messages.Raised | None:
         """Open a value or a profile while its rank still holds it; return the message to fold.
 
-        It names what is held here. What nobody waits for is None, and a profile that cannot be opened.
+        The message refers to the held payload. It is None after the end of the job, and for a profile that
+        cannot be opened.
         """
         part = "value" if isinstance(message, messages.Returned) else "data"
         sent: messages.Payload = getattr(message, part)

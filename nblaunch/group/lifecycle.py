@@ -131,11 +131,11 @@ class JobState(msgspec.Struct, frozen=True):
     settled: bool = False
     """Whether every rank has an outcome, or has had the time to report one."""
     called: Tallies = {}
-    """What its ranks have called within it, once each has ended it."""
+    """Collectives called within it by each rank that has ended it."""
     open: bool = False
     """Whether a rank has returned while NCCL operations were open."""
     left_open: Survey | None = None
-    """Where the ranks were then."""
+    """The survey of the ranks after that."""
     unmatched: bool = False
     """Whether these operations wait for a rank that has returned without them."""
     launch_failure: tuple[str, str] | None = None
@@ -195,7 +195,7 @@ class GroupState(msgspec.Struct, frozen=True):
     searches: Mapping[int, Locating] = {}
     """The searches for where ranks are that are under way, by who wants to know."""
     notes: tuple[str, ...] = ()
-    """What has happened to the ranks, for the next job with a result that the user sees."""
+    """Notices about the ranks, for the next job with a result that the user sees."""
     launch_failure: tuple[str, str] | None = None
     """The phase that exceeded its limit, and what happened."""
     closed: bool = False
@@ -1132,7 +1132,7 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
     LocateRanks: _Step.locate,
     RestartAsked: lambda step, request: step.replace_ranks(request.reason),
 }
-"""What each event does; all others are messages of ranks: `_Step.received`."""
+"""The handler of each event; all others are messages of ranks: `_Step.received`."""
 
 _HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
     messages.Hello: _Step.connected,
@@ -1149,7 +1149,7 @@ _HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
     messages.Preempting: _Step.saves,
     messages.Preempted: _Step.saves,
 }
-"""What a message of a rank does, besides being folded."""
+"""Handlers of messages of ranks, which are also folded."""
 
 
 def _gone_on(kept: Mapping[int, int], world_size: int) -> str:

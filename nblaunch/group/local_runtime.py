@@ -1,4 +1,4 @@
-"""What a runtime has beside its host: the groups, those that use them, and the standby group."""
+"""The groups of a runtime, the resources that belong to them, and the standby group."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Locating(msgspec.Struct, frozen=True):
     circles: frozenset[int] = frozenset()
     """The ranks that seemed to wait for each other."""
     first: Mapping[int, Where] = {}
-    """What was answered before ranks were asked once more."""
+    """The answers before ranks were asked once more."""
 
     @classmethod
     def of(cls, ranks: Iterable[int], seconds: float, now: float) -> tuple[Locating, Sends]:
@@ -115,7 +115,7 @@ class Locating(msgspec.Struct, frozen=True):
 
     @property
     def answers(self) -> Mapping[int, Where]:
-        """What ranks have answered; those that were asked once more no longer wait where that has changed."""
+        """The answers of ranks; where the second answer differs from the first, the rank no longer waits."""
         if self.stage is LocatingStage.AGAIN:
             return {**self.first, **without_other_waits(self.first, self.survey.answers, self.circles)}
         return self.survey.answers

@@ -51,10 +51,10 @@ class Recovery(msgspec.Struct, frozen=True):
     number: int = 0
     members: frozenset[int] = frozenset()
     fitness: Survey | None = None
-    """What the ranks need; they answer once they have ended the job."""
+    """The survey that shows whether the group is fit; ranks answer once they have ended the job."""
     reform: bool = False
     called: Tallies = {}
-    """What the ranks have called within the job."""
+    """The collectives that the ranks have called within the job."""
     succeeded: bool = False
     unfit: str = ""
     """Why the group is formed again."""

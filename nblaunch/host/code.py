@@ -57,7 +57,7 @@ class JobCode:
         self._asked: dict[bytes, str] = {}
         """The tree that each node was asked for last."""
         self._answered: set[tuple[bytes, str]] = set()
-        """What was sent to whom."""
+        """Nodes and trees whose files were sent."""
         self._payloads: dict[tuple[bytes, str], int] = {}
         """The number of the payload in which a node was sent the files of a tree."""
 

@@ -43,7 +43,7 @@ _private_util: Any = util
 _read_signed: Callable[[int], int] = forkserver.read_signed
 
 LOST = "was lost with the fork server, which all ranks are forks of (killed, or out of memory)"
-"""Why a rank ended whose exit code nobody can read."""
+"""The reason for the end of a rank whose exit code is lost."""
 
 _ADOPTION_SECONDS = 5.0
 _BOOT_STEP = 0.05
@@ -163,7 +163,7 @@ class Server:
             self._answers(keeper.SWEEP)
 
     def last_words(self) -> str:
-        """Return what the fork server has printed: why it did not start, if it did not."""
+        """Return the output of the fork server, which explains a failed start."""
         text = ""
         with contextlib.suppress(OSError):
             text = self._log.read_text(errors="replace")[-4000:]
@@ -322,7 +322,7 @@ class RankPopen(popen_forkserver.Popen):
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code, or None while the process lives.
 
-        Where the server is gone there is none to read, and the rank has been killed with it.
+        If the server is gone, the rank was killed with it, and its exit code is lost.
         """
         if self.returncode is None and connection.wait(
             [self.sentinel], timeout=0 if flag == os.WNOHANG else None

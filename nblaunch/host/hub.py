@@ -84,7 +84,7 @@ class Hub:
         self._poller = zmq.Poller()
         self._closing = False
         self.error: Exception | None = None
-        """What has ended the thread."""
+        """The error that ended the thread."""
         self.when_broken: Callable[[], None] = lambda: None
         """Called, on the thread, where an error ends it."""
         self._thread = threading.Thread(target=self._serve, name="nblaunch-hub", daemon=True)

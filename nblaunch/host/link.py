@@ -208,7 +208,7 @@ class Listener:
         self._refused.add(node)
 
     def close(self) -> None:
-        """Close the sockets; ZMQ sends what is left."""
+        """Close the sockets; ZMQ sends queued messages."""
         for socket in (self._socket, self._events):
             self._hub.watch(socket, None)
         self._hub.after_turn.remove(self._probe)

@@ -19,7 +19,7 @@ from nblaunch._results import read_text
 from nblaunch.protocol.messages import Offsets, Printed, Stream
 
 MOST_BYTES = 256 << 20
-"""So much is kept of a private log file: of what a rank prints to stdout, and of what it prints to stderr."""
+"""The most that is kept of each private log file."""
 _STEP = 1 << 20
 # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
 _HOLE = 2 | 1
@@ -43,7 +43,7 @@ class LogFile:
         return 0
 
     def unread(self, end: int) -> Iterator[bytes]:
-        """Yield what has not been read yet before `end`."""
+        """Yield the unread bytes before `end`."""
         if end <= self.position:
             return
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ class LogFile:
 
     @property
     def printed(self) -> int:
-        """Where the text ends that was read; a character that is not whole yet is not."""
+        """The end of the decoded text, which excludes an incomplete character."""
         return self.position - (0 if self.decoder is None else len(self.decoder.getstate()[0]))
 
     def free(self, end: int) -> None:

@@ -221,7 +221,7 @@ def _gpus() -> tuple[str, tuple[str, ...]]:
 
 
 class OutOfReachError(LaunchError):
-    """Nobody answers at the notebook's address."""
+    """There is no answer at the notebook's address."""
 
 
 class CutOffError(LaunchError):

@@ -1,4 +1,4 @@
-"""The ranks of one group on this machine: their agent, their messages, and what is read of them from outside.
+"""The ranks of one group on this machine: their agent, their messages, their stacks and usage.
 
 A worker group has a host in its own process, and nothing is encoded or copied between the two. On a node the
 owner of a host is a relay, which sends what it is told over TCP. Either gets the same calls, in the same
@@ -34,7 +34,7 @@ _ABORT_SECONDS = 2.0
 
 
 class GroupHost:
-    """Ranks of a group, on this machine or on others: what the group orders. Here nothing is done about it.
+    """Ranks of a group, on this machine or on others; the group gives orders, which do nothing by default.
 
     Orders of the first part may be given on any thread, those of the second on the hub's; all but `join`
     return at once. Of several hosts of a group, each heeds what concerns its own ranks.
@@ -180,12 +180,12 @@ class RankHost(AgentThread, GroupHost):
         self._idle: set[int] = set()
         """Ranks that have no job, or have ended it."""
         self._shift = 0
-        """By how much the ranks' numbers differ from those that the agent knows."""
+        """The difference between the ranks' numbers and those that the agent knows."""
         self._ending = False
 
     @property
     def log_directory(self) -> Path:
-        """Where the log files of this attempt are: below it are ranks. Raises `StopIteration` before any."""
+        """The directory of this attempt's logs, with one for each rank. Raises `StopIteration` before any."""
         return Path(next(iter(self._workers.values())).stdout).parent.parent
 
     # --- orders ------------------------------------------------------------------------------------

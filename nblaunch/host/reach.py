@@ -167,7 +167,7 @@ class _Trial:
     def __init__(self, target: ReachTarget, address: str, key: bytes) -> None:
         self._target, self._key = target, key
         self.nonce = b""
-        """What the far side of a connection was asked."""
+        """The challenge that was sent."""
         self.error: str | None = None
         family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
@@ -375,7 +375,7 @@ class _Gap:
         )
 
     def words(self) -> str:
-        """Return what is not reached, the error, the likely cause and what to do."""
+        """Return the unreached target, the error, the likely cause and the remedy."""
         first = self.failed[0]
         ports = " and ".join(str(each.target.port) for each in self.failed)
         plural = "s" if len(self.failed) > 1 else ""

@@ -96,7 +96,7 @@ class NodeRelay:
         self._tickets: dict[int, messages.Payload] = {}
         """The payload's ticket in each rank's last job."""
         self._claimed: dict[str, messages.Payload | Exception] = {}
-        """What these tickets, by path, are for."""
+        """The payloads of these tickets, by path."""
         self._held: dict[int, deque[messages.ToRank]] = {}
         """Messages that wait for each rank, behind a job whose payload is incomplete."""
         self._whole: set[messages.Payload] = set()
@@ -310,7 +310,7 @@ class NodeRelay:
             self._early.append((message, data))
 
     def _pass_on(self, message: messages.FromRank, data: bytes | None = None) -> None:
-        """Send a message of a rank to the notebook; `data` is what the rank has sent."""
+        """Send a message of a rank to the notebook; `data` are its bytes, if it is unchanged."""
         self._send_logs(message.rank)
         sent = self._translated(message)
         if isinstance(sent, messages.Returned | messages.Profiled):
@@ -368,7 +368,7 @@ class NodeRelay:
         self._clear()
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
-        """Report the processes, and then what the first of them have sent meanwhile."""
+        """Report the processes, and then the messages that have arrived from them meanwhile."""
         records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
         self._send(wire.Workers(group=self.name, attempt=number, workers=records))
         self._logs = {
@@ -441,7 +441,7 @@ def send_to_notebook(
 
 
 def orders_of(socket: zmq.Socket[bytes]) -> Iterator[tuple[wire.ToNode, memoryview]]:
-    """Yield what the notebook has sent, each with its bytes."""
+    """Yield the messages of the notebook, each with its bytes."""
     while socket.poll(0):
         frames = socket.recv_multipart(copy=False)
         yield (

@@ -401,7 +401,7 @@ def _listener_key(run_id: str) -> str:
 
 
 class _EtcdEntry:
-    """What the notebook publishes in an etcd server: its listener's address, and the name of the rendezvous.
+    """The notebook's entry in an etcd server: its listener's address, and the name of the rendezvous.
 
     The entry is signed with the run's key, so nobody else can direct nodes to another address.
     """
