@@ -1037,12 +1037,10 @@ def _translated(plain: Any, table: dict[int, int]) -> Any:
 
 
 def decode_from_rank(data: bytes, sender: str) -> FromRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
     return decoded(_from_rank, data, sender)
 
 
 def decode_to_rank(data: bytes, sender: str) -> ToRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
     return decoded(_to_rank, data, sender)
 
 

@@ -33,14 +33,7 @@ from nblaunch.host.reach import Probe, try_all
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.nodes import fleet as fleet_module
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import (
-    Allocation,
-    Engine,
-    NodeProgram,
-    NodeRequest,
-    ProgramStatus,
-    own_address,
-)
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus, own_address
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
