@@ -15,7 +15,6 @@ def cell(ranks: int, body: str) -> str:
 
 
 @pytest.mark.slow_at("notebook7")
-@pytest.mark.quick
 def test_output_is_there_while_the_cell_still_blocks(front, gate):
     front.start(cell(2, f"print('one from', rank)\n{gate.wait('first')}\nprint('two')\n{gate.wait()}\nrank"))
     expect(front.output).to_contain_text("one from 0")

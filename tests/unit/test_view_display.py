@@ -16,10 +16,7 @@ from shown_runs import out, returned, run_of
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch.client.run import SilentView
-from nblaunch.protocol.messages import (
-    Displayed,
-    Started,
-)
+from nblaunch.protocol.messages import Displayed, Started
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.view import display
 from nblaunch.view.display import (
