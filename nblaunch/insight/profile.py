@@ -26,7 +26,7 @@ import msgspec
 
 from nblaunch._errors import NblaunchError
 from nblaunch._help import FailureKind
-from nblaunch.insight.intervals import Interval, clipped, common, length, merged, without
+from nblaunch.insight.intervals import Interval, clipped, common, length, merged
 from nblaunch.insight.trace import TracePart, joined, packed
 from nblaunch.protocol.messages import DEFAULT_GROUP
 from nblaunch.protocol.reports import format_ranks, plural
@@ -480,7 +480,7 @@ def _row(  # noqa: PLR0913, PLR0917 - what a row is made of
 ) -> RankStep:
     compute, transfers = parts["compute"], parts["communication"]
     busy = merged([*compute, *transfers])
-    waiting = without(parts["waiting"], busy)
+    waiting = length(parts["waiting"]) - length(common(parts["waiting"], busy))
     for_whom: dict[int, int] = defaultdict(int)
     # A wait that began before the step belongs to the one before, but for its rest.
     first = max(bisect_left(waits, (between[0],)) - 1, 0)
@@ -494,9 +494,9 @@ def _row(  # noqa: PLR0913, PLR0917 - what a row is made of
         length(compute) * _NANO,
         length(transfers) * _NANO,
         length(common(compute, transfers)) * _NANO,
-        length(waiting) * _NANO,
+        waiting * _NANO,
         next((whom for whom, waited in for_whom.items() if 0 < waited == most), None),
-        (duration - length(busy) - length(waiting)) * _NANO,
+        (duration - length(busy) - waiting) * _NANO,
     )
 
 

@@ -32,7 +32,7 @@ _SMALL = 1 << 14
 DIGEST = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_CODES = {
+CODES = {
     torch.float32: "f",
     torch.float64: "d",
     torch.float16: "e",
@@ -117,7 +117,7 @@ _CONVERTED = {torch.bfloat16} | {
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name)
 }
-_CODES.update(dict.fromkeys(_CONVERTED, "f"))
+CODES.update(dict.fromkeys(_CONVERTED, "f"))
 
 
 def hashed(
@@ -133,7 +133,7 @@ def hashed(
         source,
         shape if size else tuple(source.shape),
         size or source.element_size(),
-        code if size else _CODES.get(source.dtype, ""),
+        code if size else CODES.get(source.dtype, ""),
     )
     size_of_all = source.numel() * source.element_size()
     if source.device.type == "cpu" and 0 < size_of_all <= _SMALL:

@@ -29,7 +29,7 @@ import torch
 from nblaunch._budget import shortened
 from nblaunch.capture.parts import TORCH_CHILDREN, Part, closure_of, named_parts, states_of, type_name
 from nblaunch.insight.comparing import ALL, EntryShown, Outline
-from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, hashed, ranges
+from nblaunch.probes.blocks import CODES, DIGEST, HashedTensor, digest, hashed, ranges
 
 MOST_ENTRIES = 200_000
 _LONG = 64
@@ -441,23 +441,6 @@ def _sharded(obj: Any, tensor: Any, head: str) -> TakenApart:
 
 # --- other packages, none of which is imported here -----------------------------------------------------
 
-_ARRAY_CODES = {
-    "float16": "e",
-    "float32": "f",
-    "float64": "d",
-    "complex64": "F",
-    "complex128": "D",
-    "bool": "?",
-    "int8": "b",
-    "int16": "h",
-    "int32": "i",
-    "int64": "q",
-    "uint8": "B",
-    "uint16": "H",
-    "uint32": "I",
-    "uint64": "Q",
-}
-
 
 def _of_other_packages(obj: Any, tensor: Any) -> TakenApart | None:
     """Take an array, a data frame or a series apart; None for anything else."""
@@ -491,7 +474,8 @@ def _array(obj: Any, tensor: Any, numpy: Any) -> TakenApart:
         return TakenApart(head)
     data = numpy.ascontiguousarray(obj)
     data = data if data.flags.writeable else data.copy()  # torch warns of what it must not write to
-    code = _ARRAY_CODES.get(obj.dtype.name, "") if obj.dtype.isnative else ""
+    known = obj.dtype.isnative and obj.dtype.kind in "biufc"
+    code = CODES.get(getattr(torch, obj.dtype.name, None), "") if known else ""
     raw = torch.frombuffer(data.reshape(-1).view(numpy.uint8), dtype=torch.uint8)
     return TakenApart(
         head, tensor=tensor(obj, raw, shape=tuple(obj.shape), size=obj.dtype.itemsize, code=code)
