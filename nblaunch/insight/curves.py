@@ -68,10 +68,6 @@ class Curve:
     """By rank and cell: the rank's last value there."""
     firsts: dict[int, float] = field(default_factory=dict)
     lasts: dict[int, float] = field(default_factory=dict)
-    changed: set[int] = field(default_factory=set)
-    """The cells with new values since `seen` was called."""
-    redrawn: bool = True
-    """Whether cells have gone since then."""
     not_finite: NonFinitePoint | None = None
     begins_again: bool = False
 
@@ -84,7 +80,6 @@ class Curve:
             line = self.lines[rank] = {}
             self.firsts.setdefault(rank, value)
         line[cell] = self.lasts[rank] = value
-        self.changed.add(cell)
         sums = self.sums.get(cell)
         if sums is None:
             sums = self.sums[cell] = [0, 0.0, math.inf, -math.inf]
@@ -98,7 +93,7 @@ class Curve:
 
     def _cut(self, step: int) -> None:
         """Forget what is from this step on: another attempt of the run begins there."""
-        self.begins_again, self.redrawn = False, True
+        self.begins_again = False
         first = step // self.width
         self.sums = {cell: sums for cell, sums in self.sums.items() if cell < first}
         lines = {
@@ -114,7 +109,7 @@ class Curve:
         """Make two cells one until there are few enough."""
         most = min(_MOST_CELLS, max(_LEAST_CELLS, _VALUES_OF_A_CURVE // max(len(self.lines), 1)))
         while len(self.sums) > most:
-            self.width, self.redrawn = 2 * self.width, True
+            self.width *= 2
             before, self.sums = self.sums, {}
             for cell in sorted(before):
                 count, total, least, greatest = before[cell]
@@ -124,19 +119,15 @@ class Curve:
                 sums[2], sums[3] = min(sums[2], least), max(sums[3], greatest)
             for rank, line in self.lines.items():
                 self.lines[rank] = {cell // 2: line[cell] for cell in sorted(line)}
-            self.changed = {cell // 2 for cell in self.changed}
-
-    def seen(self) -> None:
-        self.changed, self.redrawn = set(), False
-
-    def cell(self, number: int) -> Bucket:
-        count, total, least, greatest = self.sums[number]
-        if not count:
-            return Bucket(number * self.width, self.width, math.nan, math.nan, math.nan)
-        return Bucket(number * self.width, self.width, least, total / count, greatest)
 
     def cells(self) -> list[Bucket]:
-        return [self.cell(number) for number in sorted(self.sums)]
+        """Return the values of all ranks, in the order of the steps; NaN where none is finite."""
+        return [
+            Bucket(cell * self.width, self.width, least, total / count, greatest)
+            if count
+            else Bucket(cell * self.width, self.width, math.nan, math.nan, math.nan)
+            for cell, (count, total, least, greatest) in sorted(self.sums.items())
+        ]
 
     def line(self, rank: int) -> list[tuple[int, float]]:
         return [(cell * self.width, value) for cell, value in sorted(self.lines.get(rank, {}).items())]

@@ -475,7 +475,7 @@ def _array(obj: Any, tensor: Any, numpy: Any) -> TakenApart:
     data = numpy.ascontiguousarray(obj)
     data = data if data.flags.writeable else data.copy()  # torch warns of what it must not write to
     known = obj.dtype.isnative and obj.dtype.kind in "biufc"
-    code = CODES.get(getattr(torch, obj.dtype.name, None), "") if known else ""
+    code = CODES.get(getattr(torch, obj.dtype.name, obj.dtype), "") if known else ""
     raw = torch.frombuffer(data.reshape(-1).view(numpy.uint8), dtype=torch.uint8)
     return TakenApart(
         head, tensor=tensor(obj, raw, shape=tuple(obj.shape), size=obj.dtype.itemsize, code=code)

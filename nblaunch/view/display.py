@@ -244,17 +244,23 @@ class GuardedView:
             _log.debug("%s failed; nothing more is drawn", step.__qualname__, exc_info=True)
 
 
-def choose_view(header: Header, mode: str | None = None) -> View:
-    """Return the view that fits where this process runs, or the one that `mode` names.
+def choose_view(header: Header) -> View:
+    """Return the view that fits where this process runs, or the one that `NBLAUNCH_DISPLAY` names.
 
-    `mode` is `auto`, `widget`, `html` or `text`; its default is the environment variable
-    `NBLAUNCH_DISPLAY`. `auto` is the panel in a kernel that has comms, HTML in any other kernel, text
-    elsewhere. Outside a kernel nothing can show HTML, so every mode is text there. In a kernel that pytest
-    has started `auto` is HTML too: nbval does not see updates of a display.
+    That is `auto`, `widget`, `html` or `text`. `auto` is the panel in a kernel that has comms, HTML in any
+    other kernel, text elsewhere. Outside a kernel nothing can show HTML, so every mode is text there. In a
+    kernel that pytest has started `auto` is HTML too: nbval does not see updates of a display.
 
     Raises `OptionError` for any other mode.
     """
-    wanted = _mode(mode)
+    wanted = os.environ.get(DISPLAY_VARIABLE) or "auto"
+    if wanted not in DISPLAY_MODES:
+        modes = f"{', '.join(DISPLAY_MODES[:-1])} or {DISPLAY_MODES[-1]}"
+        msg = (
+            f"{DISPLAY_VARIABLE}={wanted!r}: a run is shown as {modes}. Correct the environment variable, or "
+            "unset it."
+        )
+        raise OptionError(msg)
     kernel = getattr(_notebook.shell(), "kernel", None)
     if kernel is None:
         return GuardedView(TextView(header))
@@ -264,19 +270,6 @@ def choose_view(header: Header, mode: str | None = None) -> View:
     if wanted == "html" or tested or getattr(kernel, "comm_manager", None) is None:
         return GuardedView(OnceView(header, html_and_text))
     return GuardedView(WidgetView(header))
-
-
-def _mode(mode: str | None) -> str:
-    if mode is not None:
-        given, source, remedy = mode, f"display={mode!r}", "Give one of these"
-    else:
-        given = os.environ.get(DISPLAY_VARIABLE) or "auto"
-        source, remedy = f"{DISPLAY_VARIABLE}={given!r}", "Correct the environment variable, or unset it"
-    if given not in DISPLAY_MODES:
-        modes = f"{', '.join(DISPLAY_MODES[:-1])} or {DISPLAY_MODES[-1]}"
-        msg = f"{source}: a run is shown as {modes}. {remedy}."
-        raise OptionError(msg)
-    return given
 
 
 def html_and_text(  # noqa: PLR0913 - what is drawn, and what the caller knows of it

@@ -513,7 +513,7 @@ class Drawing:
         self._header, self._opened = header, opened
         self._parts, self._ranks, self._feed, self._log = Parts(), RankNotes(), Feed(), PanelLog()
         self._curves = Curves()
-        self._by_rank = False
+        self._by_rank = self._ways_changed = False
         self._curves_due = self._due = 0.0
         self._curve_numbers: dict[str, int] = {}
         self._troubled: tuple[object, ...] = ()
@@ -561,9 +561,7 @@ class Drawing:
 
     def draw_each_rank(self, *, wanted: bool) -> None:
         """Draw a line for each rank, or only for those that are apart; for any thread."""
-        self._by_rank, self._curves_due = wanted, 0.0
-        for curve in self._curves.curves.values():
-            curve.redrawn = True
+        self._by_rank, self._curves_due, self._ways_changed = wanted, 0.0, True
 
     def _note_changes(self, state: RunState, now: float) -> None:
         parts = self._parts
@@ -670,10 +668,9 @@ class Drawing:
         if not state.metrics or now < self._curves_due:
             return
         self._curves_due = now + _CURVE_SECONDS
-        if not self._curves.update(state.metrics) and not any(
-            curve.redrawn for curve in self._curves.curves.values()
-        ):
+        if not self._curves.update(state.metrics) and not self._ways_changed:
             return
+        self._ways_changed = False
         shown = self._curves.shown()
         if not shown:
             return
@@ -691,8 +688,6 @@ class Drawing:
         words = plain("\n".join(curve_lines(self._curves)))
         self._parts.change("words", lambda: pre(escaped(words)))
         self._parts.change("curves", lambda: _curves_shell(shown, numbers, ranks), urgent=True)
-        for curve in self._curves.curves.values():
-            curve.seen()
 
 
 def _curves_shell(shown: Sequence[Curve], numbers: Mapping[str, int], ranks: int) -> str:
