@@ -230,6 +230,11 @@ def received(client, until):
     return messages
 
 
+notices_pages = pytest.mark.skipif(
+    int(version("ipykernel").split(".")[0]) < 7, reason="ipykernel 6 does not notice that a page has come"
+)
+
+
 @pytest.mark.quick
 @notices_pages
 def test_a_page_that_connects_during_a_run_is_sent_the_panel_and_its_end(kernel, page):
