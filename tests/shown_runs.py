@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from nblaunch.protocol.messages import AttemptStarted, Payload, Printed, Returned, Started, Stream
 from nblaunch.protocol.state import Message, RunState, advance
+from nblaunch.view.panel_parts import Drawing
+from nblaunch.view.summary import Header
 
 
 def run_of(world_size, *messages: Message, ranks=None):
@@ -25,3 +27,10 @@ def err(rank, text):
 
 def returned(rank, text="", html=""):
     return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text, html=html)
+
+
+def parts_of(state):
+    """Return what the panel of a run has, in its parts."""
+    drawing = Drawing(Header("cell", "gloo", node="notebook-host"), 0.0)
+    drawing.changes(state, 0.0)
+    return drawing.whole(0.0)["parts"]

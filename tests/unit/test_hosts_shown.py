@@ -7,6 +7,7 @@ import time
 
 import msgspec
 import pytest
+from shown_runs import parts_of
 
 from nblaunch._results import SessionInfo, SessionStatus, sessions_table
 from nblaunch.diagnose import hang
@@ -159,12 +160,6 @@ def test_a_terminals_status_folds_hosts():
     state = advance(on_hosts(512), Raised(rank=139, failure=FAILED))
     assert "h017: rank 139 failed" in status_of(state)
     assert status_of(on_hosts(16)) == "[nblaunch] 16 running, 0 s"
-
-
-def parts_of(state):
-    drawing = Drawing(HEADER, 0.0)
-    drawing.changes(state, 0.0)
-    return drawing.whole(0.0)["parts"]
 
 
 def test_the_panel_has_the_fold_in_its_head_and_sends_it_only_when_it_changes():
