@@ -142,6 +142,8 @@ def test_each_ranks_own_output_is_in_the_fold_in_its_order(said):
         own = [row.item for output in outputs for row in output.rows if rank in row.ranks]
         assert tuple(own) == items_of(known.transcript)
     assert [output.ranks for output in outputs] == sorted(output.ranks for output in outputs)
+    folded_ranks = sorted(rank for output in outputs for rank in output.ranks)
+    assert folded_ranks == [rank for rank, known in state.ranks.items() if items_of(known.transcript)]
 
 
 @given(SAID, st.randoms())

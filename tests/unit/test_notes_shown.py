@@ -87,7 +87,7 @@ def test_a_report_says_what_each_rank_finishes_and_where_it_runs_the_users_code(
 
 
 @pytest.fixture
-def preempted() -> RunState:
+def preempted():
     """Give the state of a run of which rank 0 had its value."""
     ended = Exited(rank=1, exitcode=1, time=3.0, expected=True)
     return run_of(2, returned(0, "7"), RunPreempted(why=WHY), ended)
