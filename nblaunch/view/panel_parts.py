@@ -7,6 +7,7 @@ what its reader does: what is chosen, unfolded, focused.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -255,7 +256,10 @@ def usage_of(ranks: Sequence[RankState]) -> str:
 
 # Many ranks: a row for those that are alike, and a map with a cell for each.
 
-_ORDER = (State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED, State.RUNNING, State.STARTING, State.INIT)
+_ORDER = (
+    *(State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED),
+    *(State.RUNNING, State.STARTING, State.INIT, State.SUCCEEDED),
+)
 _SPOKEN = 40
 
 
@@ -268,9 +272,8 @@ def groups_of(ranks: RankNotes) -> dict[tuple[object, ...], list[RankState]]:
         groups.setdefault((known.state, ranks.why.get(rank, ""), mark), []).append(known)
 
     def place(group: tuple[tuple[object, ...], list[RankState]]) -> tuple[int, bool, int]:
-        (state, why, _), (first, *_) = group
-        order = _ORDER.index(state) if isinstance(state, State) and state in _ORDER else len(_ORDER)
-        return order, str(why).startswith("consequence"), first.rank
+        (_, why, _), (first, *_) = group
+        return _ORDER.index(first.state), str(why).startswith("consequence"), first.rank
 
     return dict(sorted(groups.items(), key=place))
 
@@ -311,7 +314,10 @@ def _alike(keys: Iterable[str]) -> str:
 def _map(hosts: Mapping[str, Sequence[int]], count: int) -> str:
     """Return the map, a row for each host; a dense one says once what the hosts' names begin with."""
     names = [short_host(name) for name in hosts if name]
-    skipped = _common_start(names) if count > _DENSE and len(names) > 1 else ""
+    skipped = ""
+    if count > _DENSE and len(names) > 1:
+        # A number stays whole.
+        skipped = os.path.commonprefix(names).rstrip("0123456789")  # noqa: RUF071 - no paths
     kinds = [
         "nblaunch-map",
         "nblaunch-numbered" if count <= _NUMBERED else "",
@@ -334,17 +340,6 @@ def _map(hosts: Mapping[str, Sequence[int]], count: int) -> str:
         f'style="--nblaunch-columns:{columns};--nblaunch-name:{longest}ch">{"".join(rows)}</div>'
         '<div class="nblaunch-about" data-own aria-hidden="true"></div>'
     )
-
-
-def _common_start(names: Sequence[str]) -> str:
-    """Return what all of these begin with; a number stays whole.
-
-    >>> _common_start(["gpu-node-017", "gpu-node-018"])
-    'gpu-node-'
-    """
-    low, high = min(names), max(names)
-    same = next((at for at, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    return low[:same].rstrip("0123456789")
 
 
 def _cells(numbers: Iterable[int], ranks: RankNotes, *, numbered: bool) -> str:
@@ -401,9 +396,8 @@ def _head(state: RunState, header: summary.Header) -> str:
 
 
 def _counts(state: RunState) -> str:
-    order = (*_ORDER, State.SUCCEEDED)
     states = [known.state for known in state.ranks.values()]
-    counts = [(word, states.count(word)) for word in order if word in states]
+    counts = [(word, states.count(word)) for word in _ORDER if word in states]
     told = ", ".join(f"{count} {word}" for word, count in counts)
     bar = "".join(
         f'<span class="nblaunch-part nblaunch-{word}" style="flex-grow:{count}"></span>'
