@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -835,6 +835,9 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
     names: tuple[str, ...]
 
 
+AnyJob = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+
+
 class Objects(msgspec.Struct, frozen=True):
     """Keys of the objects in a payload, as arrays of integers: `places` in the pickle (I), `keys` (Q).
 
@@ -869,7 +872,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     through attributes (`import xml` does not load `xml.etree`). Only a session's ranks get `objects`.
     """
 
-    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+    job: AnyJob
     payload: Payload
     objects: Objects | None = None
     imports: tuple[str, ...] = ()
@@ -1034,12 +1037,10 @@ def _translated(plain: Any, table: dict[int, int]) -> Any:
 
 
 def decode_from_rank(data: bytes, sender: str) -> FromRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
     return decoded(_from_rank, data, sender)
 
 
 def decode_to_rank(data: bytes, sender: str) -> ToRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
     return decoded(_to_rank, data, sender)
 
 

@@ -85,7 +85,7 @@ class Scene:
         self.group.start()
 
     def _follow(self, group: WorkerGroup) -> None:
-        feed, perform = group._feed, group._perform
+        feed, perform = group.feed, group._perform
 
         def fed(event: Any, now: float | None = None) -> None:
             if told := _told(event):
@@ -99,7 +99,7 @@ class Scene:
                 self.trace.append(f"order {action.name}")
             perform(action, job)
 
-        group._feed, group._perform = fed, performed  # type: ignore[method-assign]
+        group.feed, group._perform = fed, performed  # type: ignore[method-assign]
 
     def join(self) -> subprocess.Popen[bytes]:
         words = ["--rdzv-endpoint", self.endpoint, "--rdzv-id", "traced", "-n", "1"]

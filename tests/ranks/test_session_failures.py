@@ -737,8 +737,8 @@ def test_heals_let_nothing_grow_in_the_ranks(session):
 
 @pytest.mark.parametrize(
     ("warm_up", "times", "windows"),
-    [full((60, 40, 4)), pytest.param(100, 300, 3, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
-    ids=["220 cells", "1000 cells"],
+    [full((60, 40, 4)), pytest.param(100, 250, 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    ids=["220 cells", "1100 cells"],
 )
 def test_cells_in_one_session_let_nothing_grow(warm_up, times, windows, tmp_path, place):
     options = json.dumps(place.options(2))
