@@ -37,8 +37,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import arrays, identity, push, recipes, tensors
-from nblaunch.capture.annotations import annotation_names
-from nblaunch.capture.parts import LEAVES, Made, global_names
+from nblaunch.capture.parts import LEAVES, Made, annotation_names, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""

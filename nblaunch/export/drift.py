@@ -133,10 +133,7 @@ class Drift:
     def _check_closure(
         self, function: types.FunctionType, node: ast.AST, given: Iterable[ast.AST], scope: _Bindings
     ) -> None:
-        """Raise `NotRemadeError` where a function of the notebook holds what a call would not give it again.
-
-        `given` are the expressions of the call, among them its arguments.
-        """
+        """Raise `NotRemadeError` where a function holds what the call in `given` would not give it again."""
         if id(function) in self._checked:
             return
         self._checked.add(id(function))

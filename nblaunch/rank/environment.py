@@ -57,10 +57,7 @@ _SESSION_DEFAULTS = {
 
 
 def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
-    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here.
-
-    `keep` is true for a session's rank.
-    """
+    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here."""
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
     sent = (os.fsdecode(entry).partition("=") for entry in entries)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
