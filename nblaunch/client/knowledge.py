@@ -17,13 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch.capture.capture import (
-    IPYTHONS_CONTAINERS,
-    IPYTHONS_NAMES,
-    RANK_NAMES,
-    Captured,
-    notebook_names,
-)
+from nblaunch.capture.capture import IPYTHONS_CONTAINERS, IPYTHONS_NAMES, RANK_NAMES, Captured, notebook_names
 from nblaunch.capture.identity import ObjectTable, has_identity
 from nblaunch.capture.walk import CHANGED, Inspection, ObjectFrame, SentFrames
 from nblaunch.protocol.messages import Names, Objects

@@ -12,13 +12,7 @@ from contextlib import ExitStack
 from typing import cast
 
 from nblaunch import _notebook
-from nblaunch._errors import (
-    LaunchError,
-    NblaunchError,
-    RunFailedError,
-    RunPreemptedError,
-    RunTimeoutError,
-)
+from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError, RunTimeoutError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import Outcome, RunResult

@@ -26,13 +26,7 @@ from nblaunch._help import FailureKind
 from nblaunch._notebook import ask_shell
 from nblaunch._registry import RuntimeEntry
 from nblaunch._results import Outcome, Perform, RunResult, SessionStatus, held_by
-from nblaunch.capture.capture import (
-    Captured,
-    capture_call,
-    capture_cell,
-    capture_values,
-    notebook_names,
-)
+from nblaunch.capture.capture import Captured, capture_call, capture_cell, capture_values, notebook_names
 from nblaunch.client.knowledge import Knowledge, KnowledgeView, notices
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local

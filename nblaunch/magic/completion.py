@@ -68,6 +68,5 @@ def names_on_ranks(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def names_here() -> list[str]:
-    """Return the variables of the notebook that a user has made."""
     names = _notebook.namespace() or {}
     return sorted(name for name in names if not name.startswith("_") and name not in _OF_IPYTHON)

@@ -43,7 +43,6 @@ class Ran:
 
     @property
     def cell(self) -> Cell:
-        """The cell, for `write`."""
         return Cell(self.source, _title(self.number))
 
 
@@ -54,7 +53,6 @@ _ran: dict[int, Ran] = {}
 def about_to_run(
     number: int, source: str, options: LaunchOptions, placement: Placement, session: LiveSession | None
 ) -> Ran:
-    """Return what `remember` keeps of a cell."""
     kept = None
     if session is not None:
         kept = (weakref.ref(session), session.attempt)
@@ -63,7 +61,6 @@ def about_to_run(
 
 
 def remember(ran: Ran) -> None:
-    """Remember a cell that runs, as the last one."""
     _ran.pop(ran.number, None)
     _ran[ran.number] = ran
 

@@ -101,7 +101,6 @@ class DistributedMagics(Magics):
         return perform_job(perform, options, self.shell, claim)
 
     def _prepare_fresh(self, work: CellJob, job: ClientJob) -> Perform:
-        """Prepare a run on fresh ranks; raises all that can be wrong with it."""
         captured = self._captured(
             work, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
         )
@@ -191,7 +190,6 @@ _MAGIC = re.compile(r"\s*%%distributed\b([^\n]*)\n")
 
 
 def session_matcher(context: CompletionContext) -> SimpleMatcherResult:
-    """Complete a cell for IPython's completer."""
     try:
         return SimpleMatcherResult(completions=_completions(context))
     except Exception:  # noqa: BLE001 - the line is not finished, and cannot be parsed

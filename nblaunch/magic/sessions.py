@@ -23,7 +23,6 @@ _lost: set[str] = set()
 
 
 def opened() -> dict[str, LiveSession]:
-    """Return the sessions that are open, by name."""
     for name in [name for name, session in _sessions.items() if not session.open]:
         del _sessions[name]
         _lost.add(name)

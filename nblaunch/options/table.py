@@ -92,12 +92,10 @@ class Option:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Every keyword, the name first."""
         return (self.name, *self.aliases)
 
     @property
     def variable(self) -> str | None:
-        """The `PET_` variable that gives the value where nothing explicit does."""
         return f"PET_{self.name.upper()}" if self.torchrun == "variable" else None
 
     @property
@@ -224,7 +222,6 @@ def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str], fore
 
 
 def grouped(options: Iterable[Option]) -> dict[str, list[Option]]:
-    """Return the options by the title of their group, in the order of use."""
     everything = list(options)
     daily = sorted((each for each in everything if each.everyday), key=lambda each: each.everyday)
     groups = {_EVERY_DAY: daily}

@@ -21,23 +21,12 @@ import msgspec
 from nblaunch import _errors
 from nblaunch._help import FailureKind
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import (
-    PROTOCOL_VERSION,
-    Answer,
-    Asked,
-    CodeManifest,
-    Dispatch,
-    EngineStatus,
-    Names,
-    Offsets,
-    Prepare,
-    decoded,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.reports import HangReport
 
 CLIENT_PROTOCOL = 8
 """Raised with every change of a message below: a client of another version is refused."""
-PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
+PROTOCOL = CLIENT_PROTOCOL * 1000 + wire.PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""
 
 
@@ -88,7 +77,6 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorRecord:
-        """Return the record of an exception."""
         kind = type(error)
         fields = {name: getattr(error, name) for name in _FIELDS.get(kind, ())}
         own = vars(error).get("kind") if isinstance(error, _errors.NblaunchError) else None
@@ -120,7 +108,7 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: int
-    dispatches: tuple[tuple[tuple[int, ...], Dispatch], ...]
+    dispatches: tuple[tuple[tuple[int, ...], wire.Dispatch], ...]
     state: bytes
     title: str
     options: LaunchOptions
@@ -128,7 +116,7 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Its result is never shown."""
     usage: bool = False
     """Whether ranks are measured while it runs."""
-    code: CodeManifest | None = None
+    code: wire.CodeManifest | None = None
     """The notebook's own modules, for ranks on other machines."""
     query: bool = False
     """It only queries a rank: a client that watches may submit it, and the jobs of others wait for it."""
@@ -141,8 +129,8 @@ class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
     local_rank: int
     stdout: str
     stderr: str
-    started: Offsets = Offsets()
-    ended: Offsets | None = None
+    started: wire.Offsets = wire.Offsets()
+    ended: wire.Offsets | None = None
 
 
 class EarlyEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,7 +220,7 @@ class SessionRecord(msgspec.Struct, frozen=True):
     backend: str = ""
     attempt: int = 0
     ranks: tuple[RankStatus, ...] = ()
-    engine: EngineStatus | None = None
+    engine: wire.EngineStatus | None = None
     detached: bool = False
     started: float = 0.0
     running: str = ""
@@ -336,7 +324,7 @@ class Opened(AnswerToClient, frozen=True):
     session: str = ""
     options: LaunchOptions | None = None
     """Of a session to which the client attaches; so is what follows."""
-    names: tuple[Names, ...] = ()
+    names: tuple[wire.Names, ...] = ()
     """The variables that its ranks have."""
     held_by: ClientRecord | None = None
     """Another client, the owner: this one watches."""
@@ -350,7 +338,7 @@ class JobSnapshot(AnswerToClient, frozen=True):
     job: JobRecord
     state: bytes
     options: LaunchOptions
-    questions: tuple[Asked, ...] = ()
+    questions: tuple[wire.Asked, ...] = ()
     end: JobEnd | None = None
     logs: dict[int, tuple[RankLogFiles, ...]] = {}
     """Until its end: the log files by attempt; those of ranks that go on end where the state does."""
@@ -430,7 +418,7 @@ class OpenRanks(Request[Opened], frozen=True):
 
     session: str
     options: LaunchOptions
-    prepare: Prepare
+    prepare: wire.Prepare
     backends: tuple[str, ...] = ()
     name: str = ""
     detached: bool = False
@@ -482,7 +470,7 @@ class Reply(Request[Done], frozen=True):
 
     job: int
     rank: int
-    answer: Answer
+    answer: wire.Answer
 
 
 class CloseSession(Request[Done], frozen=True):
@@ -616,7 +604,7 @@ class JobRefreshed(_Unasked, frozen=True):
 
     job: int
     state: bytes
-    questions: tuple[Asked, ...] = ()
+    questions: tuple[wire.Asked, ...] = ()
     logs: dict[int, tuple[RankLogFiles, ...]] = {}
 
 
@@ -630,14 +618,14 @@ class Question(_Unasked, frozen=True):
     """A rank asks the user something."""
 
     job: int
-    asked: Asked
+    asked: wire.Asked
 
 
 class NamesChanged(_Unasked, frozen=True):
     """The variables of a session's rank have changed."""
 
     session: str
-    names: Names
+    names: wire.Names
 
 
 class RanksReplaced(_Unasked, frozen=True):
@@ -698,18 +686,15 @@ _event: msgspec.msgpack.Decoder[RuntimeEvent] = msgspec.msgpack.Decoder(RuntimeE
 
 
 def decode_request(data: bytes, sender: str) -> ClientRequest:
-    """Return the request in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return decoded(_request, data, sender)
+    return wire.decoded(_request, data, sender)
 
 
 def decode_note(data: bytes, sender: str) -> ClientNote:
-    """Return the note in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return decoded(_note, data, sender)
+    return wire.decoded(_note, data, sender)
 
 
 def decode_answer(data: bytes, request: type[Request[AnswerT]], sender: str) -> AnswerT | RequestFailed:
-    """Return the answer to such a request; raise `ProtocolError` naming `sender` if it is not one."""
-    answer: AnswerT | RequestFailed = decoded(_answers_to(request), data, sender)
+    answer: AnswerT | RequestFailed = wire.decoded(_answers_to(request), data, sender)
     return answer
 
 
@@ -721,5 +706,4 @@ def _answers_to(request: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
 
 
 def decode_event(data: bytes, sender: str) -> RuntimeEvent:
-    """Return the event in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return decoded(_event, data, sender)
+    return wire.decoded(_event, data, sender)

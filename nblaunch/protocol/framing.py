@@ -60,7 +60,6 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
         self._buffer += data
 
     def __iter__(self) -> Iterator[Frame]:

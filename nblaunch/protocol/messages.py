@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -1037,12 +1037,10 @@ def _translated(plain: Any, table: dict[int, int]) -> Any:
 
 
 def decode_from_rank(data: bytes, sender: str) -> FromRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
     return decoded(_from_rank, data, sender)
 
 
 def decode_to_rank(data: bytes, sender: str) -> ToRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
     return decoded(_to_rank, data, sender)
 
 

@@ -84,7 +84,6 @@ class PastJob:
         return sum(sum(each.payload.sizes) for each in self.values.values() if each.payload.inline is None)
 
     def drop(self, what: str) -> None:
-        """Add to what is no longer kept."""
         self.record = replace(self.record, dropped="; ".join(filter(None, (self.record.dropped, what))))
 
     def drop_values(self, why: str) -> None:
@@ -94,7 +93,6 @@ class PastJob:
         self.close()
 
     def close(self) -> None:
-        """Close the values."""
         for each in self.values.values():
             each.close()
         self.values = {}
@@ -128,7 +126,6 @@ class PastJob:
                 new.unlink()
 
     def remove(self) -> None:
-        """Remove its file."""
         with contextlib.suppress(OSError):
             self.file.unlink(missing_ok=True)
 
@@ -151,7 +148,6 @@ class Archive:
 
     @property
     def records(self) -> tuple[JobRecord, ...]:
-        """The jobs, for a list of jobs."""
         # A list first: it is made at once, and jobs end on another thread.
         return tuple(past.record for past in list(self._jobs.values()))
 
@@ -160,7 +156,6 @@ class Archive:
         return self._jobs.get(number) if self._keep else None
 
     def add(self, job: RunningJob) -> None:
-        """Take what is left of a job that has ended."""
         state = job.state
         assert job.end is not None  # noqa: S101 - it has ended
         file = self._directory / f"job-{job.number}"
@@ -178,14 +173,12 @@ class Archive:
         self._free()
 
     def taken(self, number: int) -> None:
-        """Know that a client has mapped a job's values."""
         past = self.get(number)
         if past is not None:
             past.taken = True
             self._free()
 
     def close(self) -> None:
-        """Forget all jobs: the session is over."""
         for number in list(self._jobs):
             self._forget(number)
         self._keep = False
@@ -210,7 +203,6 @@ class Archive:
             self._disk.submit(act)
 
     def _free(self) -> None:
-        """Free the memory of older jobs."""
         newest_first = list(reversed(self._jobs.values()))
         for past in newest_first[self._bounds.in_memory :]:
             if past.state is not None:

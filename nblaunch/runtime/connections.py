@@ -81,7 +81,6 @@ class _Outbox:
         return frame
 
     def withdraw(self, frame: _Queued) -> bool:
-        """Drop a frame of which the socket has nothing yet; return whether that was possible."""
         for place, each in enumerate(self._queue):
             if each is frame and (place or not self._begun):
                 del self._queue[place]
@@ -405,7 +404,6 @@ class Connections:
         hub.after_turn.append(self._finish_turn)
 
     def __iter__(self) -> Iterator[ClientConnection]:
-        """Iterate over the clients that are authenticated."""
         return iter([each for each in self._clients if each.introduced is not None and not each.closed])
 
     def listen(self, path: Path) -> None:

@@ -149,7 +149,6 @@ class RequestHandler:
         self._hub.call(functools.partial(connection.answer, number, answer))
 
     def note(self, note: wire.ClientNote) -> None:
-        """Let go what a finalizer of a client has released."""
         if isinstance(note, wire.ReleaseJob):
             self._results_gone(note.job, note.pid, 1)
         elif self._fresh.pop(note.session, None) is not None:
@@ -159,7 +158,6 @@ class RequestHandler:
             self._over(session)
 
     def welcome(self, connection: ClientConnection, _: wire.Introduce) -> wire.RuntimeWelcome:
-        """Answer an introduction; the owner, who comes first, gets the token for further connections."""
         self._refuse_if_unused()
         owner, self._owned = not self._owned, True
         return wire.RuntimeWelcome(
@@ -169,13 +167,11 @@ class RequestHandler:
         )
 
     def listen(self) -> None:
-        """Bind the clients' sockets, in a directory that is made again if it is gone."""
         root = self._local.directory.root()
         self.connections.listen(root / "client")
         self.connections.listen_for_notes(root / "notes")
 
     def listen_if_gone(self) -> None:
-        """Bind them again where a cleaner of temporary directories has removed them."""
         with contextlib.suppress(OSError, NblaunchError):  # there is no room now; it is tried again
             root = self._local.directory.root()
             if not all((root / name).exists() for name in ("client", "notes")):
@@ -196,7 +192,6 @@ class RequestHandler:
         self.changed.set()
 
     def caught_up(self, connection: ClientConnection) -> None:
-        """Send the present state of its jobs to a client that was behind."""
         for job in self.jobs.values():
             if connection in job.watchers:
                 connection.event(job.refreshed(connection))
@@ -271,7 +266,7 @@ class RequestHandler:
             session.take_jobs_of(connection)
         # Clients do not know of jobs that only query a rank.
         query = session.running if session.running is not None and session.running.order.query else None
-        if query is None and not session.group.regroups:
+        if query is None and not session.group.life.regroup_awaited:
             return self._begin(session, connection, request)
         self._early[request.order.number] = False
         return functools.partial(self._submit_after, query, session, connection, request)
@@ -291,7 +286,7 @@ class RequestHandler:
             self._hub.call(query.interrupt)
             query.ended.wait(_QUERY_ENDS_SECONDS)
         deadline = time.monotonic() + _REGROUP_SECONDS
-        while session.group.regroups and time.monotonic() < deadline:
+        while session.group.life.regroup_awaited and time.monotonic() < deadline:
             if session.group.closed.wait(0.01):
                 break
         answers: list[wire.AnswerToClient] = []
@@ -563,7 +558,6 @@ class RequestHandler:
         return max(known) if known and len(known) == len(left) else None
 
     def end_if_unused(self) -> None:
-        """Take no client any more, unless one has come."""
         left = self.linger_left()
         self.unused = left is not None and left <= 0
 

@@ -50,7 +50,6 @@ class HeldNodes:
         self._over = False
 
     def fit(self, options: LaunchOptions) -> bool:
-        """Whether a group with these options would ask for the same nodes."""
         return self._wanted == _nodes_wanted(options) and not self._over
 
     def learn(self, order: JobOrder) -> None:
@@ -85,7 +84,6 @@ class HeldNodes:
             self.close()
 
     def close(self) -> None:
-        """End the nodes, whoever uses them."""
         with self._ending:
             self._over = True
             self.fleet.close()
@@ -168,7 +166,6 @@ class FreshRanks:
         return made
 
     def used(self) -> None:
-        """Record that the run is over: the next standby group may be prepared."""
         if self._taken:
             shape = self._shape if self._request.standby else None
             self._local.standby.used(shape, functools.partial(_ahead, self._local))
