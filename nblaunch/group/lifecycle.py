@@ -1060,7 +1060,9 @@ class _Step(Machine[GroupState, Action]):
         starting = state.persistent and not (state.all_ready or state.adopted)
         if not (event.enough or starting) or state.closed or state.replacing or state.changing:
             return  # the node's ranks have failed with it
-        if not state.persistent and (job is None or job.settled or state.interruption.begun):
+        if not state.persistent and (
+            job is None or job.settled or job.ending.told or state.interruption.begun
+        ):
             return
         if state.persistent and not starting:
             self.note(f"node {event.name} {how}, with the variables of {format_ranks(event.ranks)}")

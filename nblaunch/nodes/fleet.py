@@ -725,6 +725,10 @@ class NodeGroup(GroupHost):
         """Where this machine keeps the logs of the present attempt."""
         return self.own.log_directory
 
+    def stop(self) -> None:
+        # As this machine's own host: ranks that only lost their peers would seem to have failed.
+        self._fleet.hub.run(lambda: self._send_all(wire.EndGroup(group=self.name)), 0)
+
     # --- orders, on the hub's thread --------------------------------------------------------------
 
     def begin_attempt(self) -> None:

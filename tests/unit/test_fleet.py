@@ -949,6 +949,21 @@ def test_a_node_that_comes_late_has_its_ranks_join_the_others(fleets):
     assert events.kept == {0: 0, 1: 1}
 
 
+def test_nodes_of_an_endpoint_end_their_ranks_as_soon_as_the_notebook_does(fleets):
+    """Else these would see the notebook's go, and seem to have failed."""
+    fleet = fleets.fleet()
+    fleet.conf = replace(fleet.conf, directed=False)
+    events = Events()
+    events.settings = AgentSettings(2, LaunchOptions(), "r", fleets.directory)
+    joined = fleet.connect(cast("WorkerGroup", events), fleets.directory)
+    node = Node(fleet.endpoint.removeprefix("tcp://"), fleet._key)
+    fleets.nodes.append(node)
+    node.ask("hA")
+    node.wait_for(wire.OpenGroup)
+    joined.stop()
+    assert node.wait_for(wire.EndGroup).group == "g"
+
+
 def test_a_node_that_asks_to_leave_is_let_go(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
