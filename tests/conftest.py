@@ -65,8 +65,8 @@ KERNEL_ENVIRONMENT = {
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _KEEPER = "nblaunch.host.keeper"
 _RUN_DIRECTORIES = ("group-", "logs-", "payload-")
-_NOT_OURS = ("pytest-of-", "torchinductor_")
-"""What pytest makes, and torch once a user uses DDP on a CUDA build with Triton (`torchinductor_<user>`)."""
+_NOT_OURS = ("pytest-of-", "torchinductor_", "joblib_memmapping_folder_")
+"""What pytest makes, torch once a user uses DDP on a CUDA build with Triton, and joblib while it runs."""
 _CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS")
 """Variables that would change what the tests, or a pytest that one of them starts, are about."""
 _LEFT_TO_CI = {"browser", "notebooks", "programs"}
@@ -210,7 +210,7 @@ def keepers_and_servers(found: Mapping[int, psutil.Process]) -> dict[int, psutil
 def shared_memory() -> set[str]:
     """Return what shared memory is there, by name."""
     with contextlib.suppress(OSError):
-        return {path.name for path in SHARED_MEMORY.iterdir()}
+        return {path.name for path in SHARED_MEMORY.iterdir() if not path.name.startswith(_NOT_OURS)}
     return set()
 
 

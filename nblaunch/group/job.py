@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from nblaunch._errors import RunPreemptedError
 from nblaunch.capture import shared_memory
-from nblaunch.capture.shared_memory import HeldPayload
+from nblaunch.capture.shared_memory import Outgoing
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.group.lifecycle import JobState
 from nblaunch.host.logs import LogTail
@@ -214,7 +214,7 @@ class Job:
         self.dispatch = dispatches[None]
         self._dispatches = dispatches
         self._directory = directory
-        self._values: dict[tuple[int, str], HeldPayload] = {}
+        self._values: dict[tuple[int, str], Outgoing] = {}
         """Values and profiles of ranks."""
         self.logs: Mapping[int, Mapping[int, RankLogFiles]] = {}
         """The log files, by attempt and rank."""
@@ -267,7 +267,7 @@ class Job:
         self._values[message.rank, part] = held
         return message if held.payload is sent else replace(message, **{part: held.payload})
 
-    def taken_values(self) -> dict[tuple[int, str], HeldPayload]:
+    def taken_values(self) -> dict[tuple[int, str], Outgoing]:
         """Return the values and profiles by rank: the caller closes them."""
         values, self._values = self._values, {}
         return values

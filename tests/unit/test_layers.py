@@ -713,12 +713,12 @@ def test_a_module_imports_only_those_that_its_package_names_before_it(package):
     assert too_early == []
 
 
-def test_contributing_has_the_map_and_names_rooms_that_are_there():
-    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+def test_the_map_of_the_code_has_every_layer_and_names_modules_that_are_there():
+    text = (PACKAGE.parent / "notebooks" / "docs" / "code-map.md").read_text()
     drawn = re.findall(r"^([a-z]+|_results)  +\S", text, flags=re.MULTILINE)
     assert [name.strip("_") for name in drawn] == [name for name in LAYERS if name not in {"data", "door"}]
-    rooms = {name for name in re.findall(r"`(\w+/[\w.]+)`", text) if name.split("/")[0] in PACKAGES}
-    assert len(rooms) > len(PACKAGES)
-    assert [name for name in rooms if not (PACKAGE / name).is_file()] == []
+    modules = {name for name in re.findall(r"`(\w+/[\w.]+)`", text) if name.split("/")[0] in PACKAGES}
+    assert len(modules) > len(PACKAGES)
+    assert [name for name in modules if not (PACKAGE / name).is_file()] == []
     tests = re.findall(r"`((?:unit|ranks|programs)/\w+\.py)`", text)
     assert [name for name in tests if not (PACKAGE.parent / "tests" / name).is_file()] == []

@@ -168,7 +168,6 @@ def test_what_is_overridden_is_still_called_with(method, parameters):
 
 
 def private_names(path: Path) -> tuple[set[str], set[str]]:
-    """Return the private attributes that a file touches, and those that it defines itself."""
     touched, defined = set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
