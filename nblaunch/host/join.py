@@ -8,8 +8,7 @@ and exits with the program's status, once the keeper and all that it kept are go
 the keeper ends the rest. So a node imports torch once.
 
 What goes over the link: a `ProgramOrder` with the command's standard output and error, `READY` from the
-program, `HEEDED` from the command, which now heeds signals; then the number of each signal in a byte, and in
-the end the exit status.
+program; then the number of each signal in a byte, and in the end the exit status.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _PLACES = (PLACE, "SLURM_NODEID")
 
 LIVE = "nblaunch.host.node_main:live"
 """The entry point of the node program, by name: the command does not import it."""
-READY, HEEDED = b"\xff", b"\0"
+READY = b"\xff"
 CUT_OFF = 4
 """The exit status of a node whose connection has ended."""
 NOTICES = {signal.SIGTERM: 30.0, signal.SIGUSR1: 120.0}
@@ -210,8 +209,6 @@ def _run(order: ProgramOrder, handled: set[signal.Signals]) -> int:
             status = _next(ours)
             if status == READY:
                 with _passing(handled, ours):
-                    with contextlib.suppress(BrokenPipeError):
-                        ours.send(HEEDED)
                     status = _next(ours)
                     _await_end(boot.keeper)
             else:

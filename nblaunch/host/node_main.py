@@ -44,7 +44,7 @@ from nblaunch._version import __version__
 from nblaunch.host import descriptors, rendezvous, wire
 from nblaunch.host.code import NodeCode
 from nblaunch.host.forkserver import server_of_fork
-from nblaunch.host.join import CUT_OFF, HEEDED, NOTICES, READY, ProgramOrder, failed, take_place
+from nblaunch.host.join import CUT_OFF, NOTICES, READY, ProgramOrder, failed, take_place
 from nblaunch.host.key import KEY_FILE
 from nblaunch.host.link import LONGEST_SILENCE_SECONDS, REFUSALS, DataSocket, encrypted
 from nblaunch.host.local_host import LocalHost
@@ -150,10 +150,7 @@ def _serve(runtime: LocalHost, order: ProgramOrder, link: sockets.socket) -> int
 
 
 def _take_signals(link: sockets.socket, signals: list[int], stopped: threading.Event) -> None:
-    """Have the command collect its signals, which then arrive here; the first sets `stopped`.
-
-    Where the command has ended, the keeper is about to end this process.
-    """
+    """Have the command pass on its signals; the first sets `stopped`. If it ends, so does this process."""
 
     def take() -> None:
         while number := link.recv(1):
@@ -161,8 +158,7 @@ def _take_signals(link: sockets.socket, signals: list[int], stopped: threading.E
             stopped.set()
 
     link.send(READY)
-    if link.recv(1) == HEEDED:
-        threading.Thread(target=take, name="nblaunch-signals", daemon=True).start()
+    threading.Thread(target=take, name="nblaunch-signals", daemon=True).start()
 
 
 def _joined(name: str, nproc: int) -> None:

@@ -28,18 +28,10 @@ from dataclasses import dataclass
 
 import psutil
 
+from nblaunch.host import wire
 from nblaunch.host.hub import Hub
 from nblaunch.host.key import curve_secret
 from nblaunch.host.rendezvous import first_free
-from nblaunch.host.wire import (
-    OpenProbe,
-    ProbeOpen,
-    Reachable,
-    ReachResult,
-    ReachTarget,
-    ToNode,
-    Try,
-)
 
 _OPEN_SECONDS = 10.0
 _TRY_SECONDS = 2.0
@@ -135,9 +127,9 @@ def interfaces() -> tuple[str, ...]:
 # --- trying --------------------------------------------------------------------------------------------
 
 
-def try_all(targets: Sequence[ReachTarget], address: str, key: bytes) -> tuple[ReachResult, ...]:
+def try_all(targets: Sequence[wire.ReachTarget], address: str, key: bytes) -> tuple[wire.ReachResult, ...]:
     """Connect to all targets from `address` ("": any), many at a time, for at most 2 s."""
-    results: list[ReachResult] = []
+    results: list[wire.ReachResult] = []
     for start in range(0, len(targets), _AT_ONCE):
         attempts = [_Trial(target, address, key) for target in targets[start : start + _AT_ONCE]]
         _finish(attempts)
@@ -164,7 +156,7 @@ def _finish(attempts: Sequence[_Trial]) -> None:
 class _Trial:
     """One connection; `error` is None until it is known, and empty if the place has been reached."""
 
-    def __init__(self, target: ReachTarget, address: str, key: bytes) -> None:
+    def __init__(self, target: wire.ReachTarget, address: str, key: bytes) -> None:
         self._target, self._key = target, key
         self.nonce = b""
         """The challenge that was sent."""
@@ -197,12 +189,12 @@ class _Trial:
         except OSError as error:
             self.error = _name_of(error.errno or errno.EINVAL)
 
-    def result(self) -> ReachResult:
+    def result(self) -> wire.ReachResult:
         """Close the connection; return its result."""
         self.socket.close()
         if self.error is None:
             self.error = _STRANGER if self.nonce else _name_of(errno.ETIMEDOUT)
-        return ReachResult(self._target, self.error)
+        return wire.ReachResult(self._target, self.error)
 
 
 def _name_of(number: int) -> str:
@@ -213,8 +205,8 @@ def _name_of(number: int) -> str:
 
 
 def targets_of(
-    store: ReachTarget, nodes: Mapping[str, tuple[ReachTarget, ReachTarget]]
-) -> dict[str, tuple[ReachTarget, ...]]:
+    store: wire.ReachTarget, nodes: Mapping[str, tuple[wire.ReachTarget, wire.ReachTarget]]
+) -> dict[str, tuple[wire.ReachTarget, ...]]:
     """Return what each node tries, and "", the notebook's machine; `nodes` have a data socket and a probe.
 
     All pairs of up to 16 nodes, both ways; of more, those at distances of 1, 2, 4 ...
@@ -244,9 +236,9 @@ class ReachCheck:
         self,
         hub: Hub,
         key: bytes,
-        store: ReachTarget,
+        store: wire.ReachTarget,
         nodes: Mapping[str, tuple[str, str]],
-        send: Callable[[str, ToNode], object],
+        send: Callable[[str, wire.ToNode], object],
         done: Callable[[str], None],
     ) -> None:
         """Begin; `nodes` have an address and a ZMQ address for data, by name.
@@ -255,15 +247,15 @@ class ReachCheck:
         """
         self._hub, self._key, self._store, self._nodes = hub, key, store, dict(nodes)
         self._send, self._done = send, done
-        self._opened: dict[str, ProbeOpen] = {}
-        self._results: dict[str, Sequence[ReachResult]] = {}
+        self._opened: dict[str, wire.ProbeOpen] = {}
+        self._results: dict[str, Sequence[wire.ReachResult]] = {}
         self._trying: frozenset[str] = frozenset()
         self._over = False
         for name in self._nodes:
-            send(name, OpenProbe())
+            send(name, wire.OpenProbe())
 
-    def take(self, node: str, message: ProbeOpen | Reachable) -> None:
-        if isinstance(message, ProbeOpen):
+    def take(self, node: str, message: wire.ProbeOpen | wire.Reachable) -> None:
+        if isinstance(message, wire.ProbeOpen):
             self._opened[node] = message
         else:
             self._results[node] = message.results
@@ -294,29 +286,31 @@ class ReachCheck:
         for name, (address, data) in self._nodes.items():
             port = int(data.rpartition(":")[2])
             places[name] = (
-                ReachTarget(name, "data", address, port),
-                ReachTarget(name, "probe", address, self._opened[name].port),
+                wire.ReachTarget(name, "data", address, port),
+                wire.ReachTarget(name, "probe", address, self._opened[name].port),
             )
         targets = targets_of(self._store, places)
         self._trying = frozenset(targets)
         for name in self._nodes:
-            self._send(name, Try(targets=targets[name]))
+            self._send(name, wire.Try(targets=targets[name]))
         self._hub.run_aside(
             "nblaunch-reach",
             lambda: try_all(targets[""], self._store.address, self._key),
-            lambda results: self.take("", Reachable(results=results)),
+            lambda results: self.take("", wire.Reachable(results=results)),
         )
 
 
 # --- what it means -------------------------------------------------------------------------------------
 
 
-def explain(results: Mapping[str, Sequence[ReachResult]], interfaces: Mapping[str, Sequence[str]]) -> str:
+def explain(
+    results: Mapping[str, Sequence[wire.ReachResult]], interfaces: Mapping[str, Sequence[str]]
+) -> str:
     """Return which machines do not reach which, at which address and port, and the likely cause; "" if none.
 
     `interfaces` are those that each machine has, with their addresses.
     """
-    pairs: dict[tuple[str, str], list[ReachResult]] = {}
+    pairs: dict[tuple[str, str], list[wire.ReachResult]] = {}
     for name, found in results.items():
         for each in found:
             pairs.setdefault((name, each.target.node), []).append(each)
@@ -352,13 +346,13 @@ class _Gap:
 
     source: str
     target: str
-    found: Sequence[ReachResult]
-    back: Sequence[ReachResult]
+    found: Sequence[wire.ReachResult]
+    back: Sequence[wire.ReachResult]
     """Empty if the other one has not tried."""
     interfaces: Mapping[str, Sequence[str]]
 
     @property
-    def failed(self) -> list[ReachResult]:
+    def failed(self) -> list[wire.ReachResult]:
         return [each for each in self.found if each.error]
 
     @property
