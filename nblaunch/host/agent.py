@@ -77,7 +77,7 @@ class RankAgent(LocalElasticAgent):
         self._server = server
         self._stop = threading.Event()
         self._directed = (
-            DirectedRendezvous(settings.run_id, waiting, self._stop) if settings.directed else None
+            DirectedRendezvous(settings.run_id, waiting, self._stop) if settings.directed_at else None
         )
         self.rendezvous = self._directed or rendezvous.make_rendezvous(settings, self._stop)
         self._kept_logs = KeptLogs(settings.options.logs_specs, os.fspath(settings.log_dir))
@@ -90,7 +90,8 @@ class RankAgent(LocalElasticAgent):
             rdzv_handler=self.rendezvous,
             max_restarts=settings.options.max_restarts,
             monitor_interval=settings.options.monitor_interval,
-            local_addr=settings.rdzv.local_addr if settings.rdzv is not None else _LOOPBACK,
+            local_addr=settings.directed_at
+            or (_LOOPBACK if settings.rdzv is None else settings.rdzv.local_addr),
         )
         spec.event_log_handler = self._stream.name
         method = forkserver.register()
@@ -103,7 +104,9 @@ class RankAgent(LocalElasticAgent):
         self._rejoin = threading.Event()
         self._ordered = threading.Event()
         """Set once a node that follows torch's rendezvous knows how its attempt goes on."""
-        self._follows = settings.rdzv is not None and not settings.rdzv.hosting
+        self._follows = self._directed is not None or (
+            settings.rdzv is not None and not settings.rdzv.hosting
+        )
         self._waker = Waker()
         self._grace_over = threading.Event()
         self._known_dead: set[int] = set()
@@ -303,7 +306,7 @@ class RankAgent(LocalElasticAgent):
         self._report_exits()
         bad = any(code != 0 for local_rank, code in exitcodes.items() if local_rank not in self._stopped)
         # Of several nodes, the failure may be another one's.
-        if (bad or self.settings.rdzv is not None) and not self._succeeded:
+        if (bad or self._follows or self.settings.rdzv is not None) and not self._succeeded:
             return self._failed(worker_group)
         if any(exitcodes.values()):
             ranks = [worker.global_rank for worker in worker_group.workers]

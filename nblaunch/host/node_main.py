@@ -57,7 +57,7 @@ from nblaunch.host.process_options import (
 )
 from nblaunch.host.reach import Probe, interfaces, try_all
 from nblaunch.host.relay import NodeRelay, of_this_machine, orders_of, send_to_notebook
-from nblaunch.host.settings import DIRECTED, AgentSettings, ProcessSettings, RendezvousConfig
+from nblaunch.host.settings import AgentSettings, ProcessSettings, RendezvousConfig
 from nblaunch.host.wire import Inventory
 from nblaunch.options.command_line import parse_line
 from nblaunch.options.kinds import port_range
@@ -72,7 +72,6 @@ _LEAVE_SECONDS = 5.0
 _TRIAL_SECONDS = 2.0
 _LINGER_MS = 2000
 _UNLIMITED = 2**31 - 1
-_DIRECTED = RendezvousConfig(backend=DIRECTED, host="", port=0, least=1, most=1, local_addr="", hosting=False)
 # After this time the engine probably knows, and names, what ended the node.
 _NAMED_SECONDS = 1.0
 # torch's, and what it is called in its library.
@@ -533,11 +532,13 @@ class NodeHost:
         relay.start()
 
     def _relay(self, opened: wire.OpenGroup) -> NodeRelay:
-        rdzv = self._rdzv or _DIRECTED
-        least, most = opened.nodes
-        rdzv = replace(rdzv, least=least, most=most, local_addr=rdzv.local_addr or self._address)
+        rdzv, (least, most) = self._rdzv, opened.nodes
+        if rdzv is not None:
+            rdzv = replace(rdzv, least=least, most=most, local_addr=rdzv.local_addr or self._address)
         env = dict(opened.env)
-        env |= rendezvous.network_variables(rdzv, {**os.environ, **env})
+        env |= rendezvous.network_variables(
+            self._address if rdzv is None else rdzv.local_addr, {**os.environ, **env}
+        )
         environ = {**os.environ, **env}
         options, loaded_under = self._options, self._runtime.server.loaded_under()
         if self._rdzv is None:
@@ -562,6 +563,7 @@ class NodeHost:
             private_logs=not options.log_dir,
             processes=processes,
             rdzv=rdzv,
+            directed_at=self._address if rdzv is None else "",
         )
         try:
             return NodeRelay(

@@ -232,7 +232,7 @@ class RankHost(AgentThread, GroupHost):
         if wanted:
             alone, prepared = self._settings.options.virtual_local_rank, self._prepared
             seen = None if prepared is None else SeenGpus.by(prepared, alone=alone)
-            self._measuring.enter_context(measuring(self._state, self._report, wanted=True, seen=seen))
+            self._measuring.enter_context(measuring(self._state, self._report, seen))
 
     @property
     def _titles(self) -> dict[str, str]:

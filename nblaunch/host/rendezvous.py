@@ -201,9 +201,8 @@ def refuse_taken(rdzv: RendezvousConfig) -> None:
         raise OptionError(msg, kind=FailureKind.PORT) from error
 
 
-def network_variables(rdzv: RendezvousConfig, environ: Container[str]) -> dict[str, str]:
+def network_variables(address: str, environ: Container[str]) -> dict[str, str]:
     """Return what keeps gloo and NCCL on the network of the nodes; a variable in `environ` is the user's."""
-    address = rdzv.local_addr
     if address.startswith(_LOOPBACK_NETWORK) or address == "::1":
         return {}
     interfaces = psutil.net_if_addrs().items()

@@ -63,10 +63,6 @@ class ProcessSettings:
     """`NAME=VALUE` for ranks that are new Pythons, which read some of it when they start."""
 
 
-DIRECTED = "directed"
-"""The backend of a rendezvous that the runtime decides; torch's handlers decide any other."""
-
-
 @dataclass(frozen=True, slots=True)
 class RendezvousConfig:
     """Rendezvous configuration of this node. Addresses must be reachable from the other nodes."""
@@ -100,15 +96,12 @@ class AgentSettings:
     """Whether nobody has named that directory: its files are bounded, and go when no result needs them."""
     processes: ProcessSettings = field(default_factory=ProcessSettings)
     rdzv: RendezvousConfig | None = None
-    """None for a single node, and for a group whose agents are all on nodes."""
+    """torch's rendezvous; None for a single node, and where the runtime decides who takes part."""
+    directed_at: str = field(default="", kw_only=True)
+    """This node's address, if the runtime decides each rendezvous of the agent."""
     caller: Caller = field(default_factory=Caller)
 
     @property
     def nodes(self) -> bool:
         """Whether there may be other nodes than this process."""
         return self.rdzv is not None or self.options.on is not None
-
-    @property
-    def directed(self) -> bool:
-        """Whether the runtime decides each rendezvous of this agent."""
-        return self.rdzv is not None and self.rdzv.backend == DIRECTED

@@ -36,14 +36,9 @@ _YOUNG_SECONDS = 5.0
 def measuring(
     state: Callable[[], RunState],
     report: Callable[[Measured], None],
-    *,
-    wanted: bool,
     seen: SeenGpus | None = None,
 ) -> Iterator[None]:
     """Measure the ranks of `state()` that have a process here; calls `report` on another thread."""
-    if not wanted:
-        yield
-        return
     ended = threading.Event()
     arguments = (state, report, ended, seen)
     threading.Thread(target=_measure, args=arguments, name="nblaunch-usage", daemon=True).start()
