@@ -114,7 +114,9 @@ class LateRanks(msgspec.Struct, frozen=True):
     """Those whose process is stopped (SIGSTOP), and how many seconds ago each was interrupted."""
 
     @classmethod
-    def of(cls, waited_for: Mapping[int, float], report: HangReport, asked: float, now: float) -> LateRanks:
+    def found(
+        cls, waited_for: Mapping[int, float], report: HangReport, asked: float, now: float
+    ) -> LateRanks:
         """Return what to show; `asked` is when ranks were asked for the `report`."""
         places = _places(report)
         late = {rank: asked - since for rank, since in overdue(waited_for, asked).items()}
@@ -334,7 +336,7 @@ class Interruption(msgspec.Struct, frozen=True):
         if after.survey_at is not None and now >= after.survey_at:
             # Also those that have finished, or take no part: a stuck rank may wait for one of these.
             everyone = (rank.rank for rank in members.ranks.values() if rank.node)
-            survey, sends = Survey.of(everyone, now + _ANSWER_SECONDS)
+            survey, sends = Survey.begin(everyone, now + _ANSWER_SECONDS)
             after = replace(after, survey_at=None, survey=survey)
         after, freed = _free_stuck(after, state, now)
         return after, (*sends, *freed)
@@ -465,7 +467,7 @@ class Ending(msgspec.Struct, frozen=True):
     """When the job ends, whatever its ranks do."""
 
     @classmethod
-    def of(cls, timeout: float | None, hang_after: float | None, began: float) -> Ending:
+    def begin(cls, timeout: float | None, hang_after: float | None, began: float) -> Ending:
         """Return the limits of a job that has begun."""
         deadline = NEVER if timeout is None else began + timeout
         return cls(timeout, deadline, hang=HangWatch(hang_after, began))
@@ -689,7 +691,7 @@ class EndingStep(Machine[Ending, Consequence]):
 
     def show_late(self, report: HangReport, asked: float) -> None:
         """Show where these ranks are; after a timeout, replace stopped ones."""
-        late = LateRanks.of(self.interruption.waited_for, report, asked, self.now)
+        late = LateRanks.found(self.interruption.waited_for, report, asked, self.now)
         self.set([messages.Waiting(ranks=dict(late.ranks))], late=late)
         stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.job.grace]
         if self.state.timed_out and stopped and not self.job.replacing:

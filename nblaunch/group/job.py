@@ -91,7 +91,9 @@ class RankLogs:
         tails, present = self._tails, self._present
         for rank in tails.keys() - set(kept.values()):
             tails[rank].close()
-        self._tails = {rank: tails[before].of(rank) for rank, before in kept.items() if before in tails}
+        self._tails = {
+            rank: tails[before].renumbered(rank) for rank, before in kept.items() if before in tails
+        }
         self._growing = {
             rank: self._growing[before] for rank, before in kept.items() if before in self._growing
         }

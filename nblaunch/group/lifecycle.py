@@ -502,7 +502,7 @@ class _Step(Machine[GroupState, Action]):
             )
         self.send(reply.rank, reply.answer)
 
-    def of_job(self, message: messages.Returned | messages.Raised | messages.Asked) -> None:
+    def take_of_job(self, message: messages.Returned | messages.Raised | messages.Asked) -> None:
         job = self.state.working
         if job is None or message.rank not in job.run.ranks:
             return
@@ -614,7 +614,7 @@ class _Step(Machine[GroupState, Action]):
         known = () if state.closed else state.at_work.ranks.values()
         at_work = (rank.rank for rank in known if rank.node and not rank.state.final)
         asked = (rank for rank in at_work if ranks is None or rank in ranks)
-        search, sends = Locating.of(asked, seconds, self.now)
+        search, sends = Locating.begin(asked, seconds, self.now)
         self.set(sends, searches={**state.searches, why: search})
         self.search_on()
 
@@ -671,7 +671,7 @@ class _Step(Machine[GroupState, Action]):
             saving=RankSet(),
         )
         if message.number > 0 and self.state.persistent:
-            self.note(RESTARTED if kept is None else _gone_on(kept, message.world_size))
+            self.note(RESTARTED if kept is None else _describe_regroup(kept, message.world_size))
         job = self.state.working
         # Its ranks are gone, with all the variables it could use, or it was captured for other ranks.
         gone = job is not None and (job.dispatched or kept is not None or job.lacks(message.world_size))
@@ -874,7 +874,7 @@ class _Step(Machine[GroupState, Action]):
         if not job.open or job.unmatched:
             return True
         if job.left_open is None:
-            left_open, sends = Survey.of(self.state.members.ranks, self.now + _LEFT_OPEN_SECONDS)
+            left_open, sends = Survey.begin(self.state.members.ranks, self.now + _LEFT_OPEN_SECONDS)
             self.set_job(sends, left_open=left_open, settle_at=left_open.until)
             return False
         if not job.left_open.over(self.now):
@@ -922,7 +922,7 @@ class _Step(Machine[GroupState, Action]):
         if event.seconds is not None:
             self.end_early(EndingStep.begin_interruption)
 
-    def saves(self, message: messages.Preempting | messages.Preempted) -> None:
+    def take_saving(self, message: messages.Preempting | messages.Preempted) -> None:
         if isinstance(message, messages.Preempting):
             self.set(interruption=self.state.interruption.left_alone(message.rank))
             return
@@ -1139,22 +1139,22 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
 _HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
     messages.Hello: _Step.connected,
     messages.Entered: _Step.entered,
-    messages.Returned: _Step.of_job,
-    messages.Raised: _Step.of_job,
-    messages.Asked: _Step.of_job,
+    messages.Returned: _Step.take_of_job,
+    messages.Raised: _Step.take_of_job,
+    messages.Asked: _Step.take_of_job,
     messages.Arrived: _Step.payload_arrived,
     messages.InterruptSeen: lambda step, seen: step.set(
         interruption=step.state.interruption.seen(seen, step.now)
     ),
     messages.Where: _Step.located,
     messages.Recovered: _Step.recovered,
-    messages.Preempting: _Step.saves,
-    messages.Preempted: _Step.saves,
+    messages.Preempting: _Step.take_saving,
+    messages.Preempted: _Step.take_saving,
 }
 """Handlers of messages of ranks, which are also folded."""
 
 
-def _gone_on(kept: Mapping[int, int], world_size: int) -> str:
+def _describe_regroup(kept: Mapping[int, int], world_size: int) -> str:
     """Describe which ranks were kept, which have a new number, and which are new."""
     others = {rank: before for rank, before in kept.items() if rank != before}
     new = [rank for rank in range(world_size) if rank not in kept]

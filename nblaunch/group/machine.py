@@ -79,7 +79,7 @@ class Survey(msgspec.Struct, frozen=True):
     answers: Mapping[int, Where] = {}
 
     @classmethod
-    def of(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
+    def begin(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
         """Return a survey of these ranks, and its questions."""
         survey = cls(frozenset(ranks), until)
         return survey, tuple(Send(rank, ReportWhere()) for rank in sorted(survey.missing))

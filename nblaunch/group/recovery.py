@@ -96,7 +96,7 @@ class Recovery(msgspec.Struct, frozen=True):
 
         They have `called` so much within the job, which may have `succeeded`.
         """
-        fitness, sends = Survey.of(members, now + _FITNESS_SECONDS)
+        fitness, sends = Survey.begin(members, now + _FITNESS_SECONDS)
         begun = Recovery(
             self.number,
             fitness.missing,
@@ -133,7 +133,7 @@ class Recovery(msgspec.Struct, frozen=True):
         if after.overdue_at is None or now < after.overdue_at:
             return after, then
         if after.late is None:
-            late, questions = Survey.of(after.awaited)
+            late, questions = Survey.begin(after.awaited)
             return replace(after, late=late, overdue_at=now + 1.0), (*then, *questions)
         # Ranks at it are not lost: a large heap takes time to collect.
         busy = after.late.missing or any(where.frames for where in after.late.answers.values())

@@ -451,7 +451,7 @@ def _modules_are_frozen() -> bool:
     return gc.get_freeze_count() > 0
 
 
-def _passed_on(
+def _forward(
     order: Callable[Concatenate[RankAgent, P], None],
 ) -> Callable[Concatenate[AgentThread, P], None]:
     """Return a method that gives this order to the agent; once it has ended, the order does nothing."""
@@ -468,15 +468,15 @@ def _passed_on(
 class AgentThread:
     """Runs an agent to its end, on a thread of its own: on the main thread it would take over signals."""
 
-    adopt = _passed_on(RankAgent.adopt)
-    restart = _passed_on(RankAgent.restart)
-    rejoin = _passed_on(RankAgent.rejoin)
+    adopt = _forward(RankAgent.adopt)
+    restart = _forward(RankAgent.restart)
+    rejoin = _forward(RankAgent.rejoin)
     regroup = rejoin
-    complete_rendezvous = _passed_on(RankAgent.complete_rendezvous)
-    forget_orders = _passed_on(RankAgent.forget_orders)
-    skip_grace = _passed_on(RankAgent.skip_grace)
-    release = _passed_on(RankAgent.release)
-    let_finish = _passed_on(RankAgent.let_finish)
+    complete_rendezvous = _forward(RankAgent.complete_rendezvous)
+    forget_orders = _forward(RankAgent.forget_orders)
+    skip_grace = _forward(RankAgent.skip_grace)
+    release = _forward(RankAgent.release)
+    let_finish = _forward(RankAgent.let_finish)
 
     def __init__(
         self,

@@ -267,7 +267,7 @@ class NodeCode:
         else:
             self._waiting.setdefault(tree, []).append(act)
 
-    def here(self, code: CodeTree, group: str) -> CodeTree:
+    def point_view(self, code: CodeTree, group: str) -> CodeTree:
         """Point the group's view to a job's modules; return where they are. Raises `OSError`."""
         if code.tree in self._errors:
             raise self._errors[code.tree]

@@ -208,7 +208,7 @@ def _run(order: ProgramOrder, handled: set[signal.Signals]) -> int:
             # Until the program is ready, signals end this process, as they would have ended the program.
             status = _next(ours)
             if status == READY:
-                with _passing(handled, ours):
+                with _passing_signals(handled, ours):
                     status = _next(ours)
                     _await_end(boot.keeper)
             else:
@@ -232,7 +232,7 @@ def _next(link: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def _passing(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None]:
+def _passing_signals(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None]:
     """Pass signals on to the node program instead of dying of them."""
 
     def handle(number: int, _: object) -> None:

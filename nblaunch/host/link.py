@@ -97,7 +97,7 @@ def encrypted(socket: zmq.Socket[bytes], key: bytes, side: str, silence: float =
     return theirs
 
 
-def admitting(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadAuthenticator:
+def admit_peers(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadAuthenticator:
     """Start the thread that admits only peers with this public key to the servers of a context."""
     # pyzmq would log each connection.
     silent = logging.Logger("nblaunch.listener", logging.CRITICAL + 1)  # noqa: LOG001 - nobody configures it
@@ -148,7 +148,7 @@ class Listener:
         self._hub, self._receive, self._lost = hub, receive, lost
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._authenticator = admitting(self._context, encrypted(self._socket, key, "notebook", silence))
+        self._authenticator = admit_peers(self._context, encrypted(self._socket, key, "notebook", silence))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self.address = listen(self._socket, host, ports)
@@ -463,7 +463,7 @@ class DataSocket:
     def _listen(self, host: str, ports: range) -> None:
         socket = self._socket = self._context.socket(zmq.ROUTER)
         theirs = encrypted(socket, self._key, "receiver", LONGEST_SILENCE_SECONDS)
-        self._authenticator = admitting(self._context, theirs)
+        self._authenticator = admit_peers(self._context, theirs)
         self.address = listen(socket, host, ports)
         self._hub.call(lambda: self._hub.watch(socket, lambda: self._receive_all(socket)))
 

@@ -97,7 +97,7 @@ class LogTail:
         self._rank, self._bounded, self._brief = rank, bounded, brief
         self._files = {Stream.STDOUT: LogFile(stdout), Stream.STDERR: LogFile(stderr)}
 
-    def of(self, rank: int) -> LogTail:
+    def renumbered(self, rank: int) -> LogTail:
         """Return this tail, which from now on is that of another rank."""
         self._rank = rank
         return self

@@ -331,7 +331,7 @@ def explain(
             lines.append(gap.between())
         elif gap.failed and not gap.mutual:
             # One line for all that do not reach a place for the same reason.
-            missed.setdefault(gap.words(), []).append(_named(source))
+            missed.setdefault(gap.words(), []).append(_machine(source))
     for words, names in missed.items():
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         lines.append(f"{who} {'does' if len(names) == 1 else 'do'} not reach {words}")
@@ -363,10 +363,8 @@ class _Gap:
     def between(self) -> str:
         """Return the line for two that get no answer from each other."""
         ends = f"{self.back[0].target.address}, {self.found[0].target.address}"
-        return (
-            f"{_named(self.source)} and {_named(self.target)} do not reach each other ({ends}): no answer. "
-            f"{self._silence()}"
-        )
+        both = f"{_machine(self.source)} and {_machine(self.target)}"
+        return f"{both} do not reach each other ({ends}): no answer. {self._silence()}"
 
     def words(self) -> str:
         """Return the unreached target, the error, the likely cause and the remedy."""
@@ -375,12 +373,12 @@ class _Gap:
         plural = "s" if len(self.failed) > 1 else ""
         how = _WORDS.get(first.error, first.error)
         return (
-            f"{_named(self.target)} at {first.target.address}, port{plural} {ports}: {how}. {self._cause()}"
+            f"{_machine(self.target)} at {first.target.address}, port{plural} {ports}: {how}. {self._cause()}"
         )
 
     def _cause(self) -> str:
         first, errors = self.failed[0], {each.error for each in self.failed}
-        target = _named(self.target)
+        target = _machine(self.target)
         if _is_loopback(first.target.address):
             return (
                 "That is each machine's own address: correct the line of that name in /etc/hosts of "
@@ -397,7 +395,7 @@ class _Gap:
         if "ETIMEDOUT" not in errors:
             return f"A firewall of {target} rejects it. {_OPEN}"
         if self.back and not any(each.error for each in self.back):
-            return f"{target} does reach {_named(self.source)}, so a firewall of {target} drops it. {_OPEN}"
+            return f"{target} does reach {_machine(self.source)}, so a firewall of {target} drops it. {_OPEN}"
         return self._silence()
 
     def _silence(self) -> str:
@@ -408,12 +406,12 @@ class _Gap:
 
     def _have(self) -> str:
         return "; ".join(
-            f"{_named(each)} has {', '.join(self.interfaces.get(each, ())) or 'no known address'}"
+            f"{_machine(each)} has {', '.join(self.interfaces.get(each, ())) or 'no known address'}"
             for each in (self.source, self.target)
         )
 
 
-def _named(node: str) -> str:
+def _machine(node: str) -> str:
     return node or _HERE
 
 

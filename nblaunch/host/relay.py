@@ -252,7 +252,7 @@ class NodeRelay:
             self._incoming.drop(before)
             self._claimed.pop(before.path, None)
         if dispatch.code is not None:
-            dispatch = msgspec.structs.replace(dispatch, code=self._code.here(dispatch.code, self.name))
+            dispatch = msgspec.structs.replace(dispatch, code=self._code.point_view(dispatch.code, self.name))
         if ticket.inline is not None:
             return dispatch
         if ticket.path not in self._claimed:

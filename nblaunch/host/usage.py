@@ -105,7 +105,7 @@ class Meter:
         except (psutil.Error, OSError):
             self._known.pop(pid, None)
             return None
-        gpu = self.gpus.of(pid, device, local_rank)
+        gpu = self.gpus.usage(pid, device, local_rank)
         # In whole percents: a rank that waits looks the same from one second to the next, and is not redrawn.
         return Usage(
             cpu_percent=float(round(percent)),
@@ -172,7 +172,7 @@ class GpuMeter:
             nvml.nvmlInit()
             self._nvml = nvml
 
-    def of(self, pid: int, device: str, local_rank: int = 0) -> GpuUsage:
+    def usage(self, pid: int, device: str, local_rank: int = 0) -> GpuUsage:
         """Return what a process uses of its GPUs."""
         if self._nvml is None:
             return GpuUsage()

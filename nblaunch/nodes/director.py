@@ -356,11 +356,11 @@ class _Director(Machine[DirectorState, DirectorAction]):
             case Trigger():
                 self.tick()
             case _ if event.node in self.state.nodes:
-                self.of_node(event, self.state.nodes[event.node])
+                self.take_of_node(event, self.state.nodes[event.node])
             case _:
                 pass  # the node has been dropped
 
-    def of_node(
+    def take_of_node(
         self,
         event: NodeLost | NodeAwaitsRendezvous | WorkersStarted | RankGone | NodeHasEnded,
         node: DirectedNode,

@@ -535,7 +535,7 @@ class NodeFleet:
         hosts = () if here else self.engine_status.hosts
         # The engine's name for the host: two nodes of one machine have the same name of their own.
         called = hosts[arriving.place] if 0 <= arriving.place < len(hosts) else arriving.name
-        node = FleetNode(self._named(called), identity, place, here, arriving)
+        node = FleetNode(self._unique_name(called), identity, place, here, arriving)
         self._names.add(node.name)
         self._nodes[identity] = node
         self._empty.clear()
@@ -566,8 +566,8 @@ class NodeFleet:
         if has in self._fitting:
             return ""
         inventories = {node.name: node.arriving.inventory for node in self._nodes.values()}
-        everybody = {**inventories, self._named(name): arriving.inventory}
-        found = compare(_here(), everybody, self.conf.options.backend)
+        everybody = {**inventories, self._unique_name(name): arriving.inventory}
+        found = compare(_own_inventory(), everybody, self.conf.options.backend)
         if not found.refused:
             self._fitting.add(has)
             self._warn(each for each in found.warned if each not in self._warned)
@@ -626,7 +626,7 @@ class NodeFleet:
                 group.add(node)
         self._check_reach()  # more nodes may have come meanwhile
 
-    def _named(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         """Return a name that is valid in a path and that no other node has had."""
         plain = re.sub(r"[^\w.-]", "_", name) or "node"
         found, number = plain, 1
@@ -675,7 +675,7 @@ class NodeFleet:
         self._notify(f"{why}; {nodes} awaited for {self.conf.join_timeout:g} s (--rdzv-conf join_timeout)")
 
 
-def _here() -> wire.Inventory:
+def _own_inventory() -> wire.Inventory:
     """Return what nodes must share with this machine, which may have no rank."""
     return wire.Inventory(
         python=platform.python_version(),
@@ -907,7 +907,7 @@ class NodeGroup(GroupHost):
             case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
                 self.events.stacks_read({rank: text})
             case _ if isinstance(message, wire.OfAttempt) and message.attempt == self.events.attempt:
-                self.of_attempt(member, message, data)
+                self.take_attempt_message(member, message, data)
             case _:
                 pass  # the attempt has been abandoned
 
@@ -922,7 +922,7 @@ class NodeGroup(GroupHost):
             self.note(f"node {node.name} cannot take part: {error}")
         self._fleet.forget(node.identity, f"ended: {error}" if error else "has ended")
 
-    def of_attempt(
+    def take_attempt_message(
         self,
         member: NodeMember,
         message: wire.OfAttempt,
@@ -1240,13 +1240,13 @@ class FleetGroup(NodeGroup):
     def _node_ended(self, node: FleetNode, error: str) -> None:
         self.feed(director.NodeHasEnded(node.name, error))
 
-    def of_attempt(
+    def take_attempt_message(
         self,
         member: NodeMember,
         message: wire.OfAttempt,
         data: memoryview,
     ) -> None:
-        super().of_attempt(member, message, data)
+        super().take_attempt_message(member, message, data)
         match message:
             case wire.Workers(attempt=attempt):
                 self.feed(director.WorkersStarted(member.name, attempt))

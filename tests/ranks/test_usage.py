@@ -270,7 +270,7 @@ def driver(monkeypatch):
 def asked(pid, device, visible=None):
     gpus = GpuMeter(SeenGpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
     try:
-        found = gpus.of(pid, device)
+        found = gpus.usage(pid, device)
     finally:
         gpus.close()
     return found.memory, found.percent
@@ -315,7 +315,7 @@ def test_a_virtual_local_rank_is_measured_on_the_gpu_that_it_sees(
     driver(4_000_077)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     measured = GpuMeter(SeenGpus(environ, alone=True, gpus=gpus))
-    found = measured.of(77, "cuda:0", local_rank)
+    found = measured.usage(77, "cuda:0", local_rank)
     assert (found.memory, found.percent) == expected
     measured.close()
 

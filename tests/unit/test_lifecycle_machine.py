@@ -659,7 +659,7 @@ def test_a_node_that_leaves_is_missed_only_if_the_others_are_too_few(enough):
 
 def test_a_node_that_ends_with_a_run_that_has_timed_out_is_not_missed():
     group = Group()
-    limits = Ending.of(1.0, None, group.now)
+    limits = Ending.begin(1.0, None, group.now)
     group.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2), ending=limits)))
     group.start(given=False)
     assert sent(group.after(1.1), wire.ReportWhere) == [0, 1]
