@@ -356,27 +356,13 @@ class Replied(msgspec.Struct, frozen=True):
     answer: messages.Answer
 
 
-GroupEvent: TypeAlias = (
-    messages.FromRank
-    | messages.Printed
-    | messages.Measured
-    | messages.EngineStatus
-    | messages.Exited
-    | messages.Noticed
-    | AttemptStarting
-    | WorkersForked
-    | ExitExplained
-    | StacksRead
-    | RanksStopped
-    | NodeLeaving
-    | PrepareChanged
-    | Preemption
-    | JobSubmitted
-    | Replied
-    | LocateRanks
-    | RestartAsked
-    | Trigger
+_Observed: TypeAlias = messages.Printed | messages.Measured | messages.EngineStatus | messages.Noticed
+_Reported: TypeAlias = (
+    AttemptStarting | WorkersForked | messages.Exited | ExitExplained | RanksStopped | StacksRead
 )
+_OfNodes: TypeAlias = NodeLeaving | PrepareChanged | Preemption
+_Requested: TypeAlias = JobSubmitted | Replied | LocateRanks | RestartAsked
+GroupEvent: TypeAlias = messages.FromRank | _Observed | _Reported | _OfNodes | _Requested | Trigger
 
 
 # --- actions -------------------------------------------------------------------------------------

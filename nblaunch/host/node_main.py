@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -132,7 +132,7 @@ def _serve(runtime: LocalHost, order: ProgramOrder, link: sockets.socket) -> int
     try:
         if order.endpoint:
             _take_signals(link, signals, stopped)
-            return NodeHost(runtime, order.endpoint, key, options).serve(signals, _joined)
+            return NodeHost(runtime, order.endpoint, key, options).serve(signals)
         check_start_method(options.start_method)
         here = place_ranks(options.nproc_per_node, "gloo", os.environ)
         check_process_options(options, here, os.environ)
@@ -160,12 +160,6 @@ def _take_signals(link: sockets.socket, signals: list[int], stopped: threading.E
     threading.Thread(target=take, name="nblaunch-signals", daemon=True).start()
 
 
-def _joined(name: str, nproc: int) -> None:
-    # Not to stdout, which may be the user's own if an engine starts this program.
-    text = f"nblaunch join: {nproc} ranks of this machine take part, as {name}"
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command line
-
-
 def _join_run(
     runtime: LocalHost, options: LaunchOptions, key: bytes, signals: list[int], stopped: threading.Event
 ) -> int:
@@ -174,12 +168,7 @@ def _join_run(
     assert rdzv is not None  # noqa: S101 - without an endpoint there is an error
     rdzv = replace(rdzv, key=key)
     listener = rendezvous.read_listener(rdzv, options.rdzv_id or "", stopped).removeprefix("tcp://")
-
-    def joined(_: str, nproc: int) -> None:
-        text = f"nblaunch join: {nproc} ranks of this machine take part in {options.rdzv_id}"
-        print(text, flush=True)  # noqa: T201 - a command line
-
-    return NodeHost(runtime, listener, key, options, rdzv).serve(signals, joined)
+    return NodeHost(runtime, listener, key, options, rdzv).serve(signals)
 
 
 def this_machine(placement: Placement) -> Inventory:
@@ -264,14 +253,11 @@ class NodeHost:
         """When a signal had this node leave (monotonic), and for how many seconds its ranks may save."""
         self._at_once = False
 
-    def serve(
-        self, signals: Sequence[int], joined: Callable[[str, int], None] = lambda _name, _nproc: None
-    ) -> int:
+    def serve(self, signals: Sequence[int]) -> int:
         """Return 0 once the runtime has finished with this node; at an endpoint, if the run has succeeded.
 
-        The caller appends the signals that this process gets to `signals`. `joined` is called with the node's
-        name at the notebook and its number of ranks. Raises `OutOfReachError` if nobody answers, and
-        `LaunchError` if the notebook refuses the node, or the node ends for another reason.
+        The caller appends the signals that this process gets to `signals`. Raises `OutOfReachError` if there
+        is no answer, and `LaunchError` if the notebook refuses the node, or it ends for another reason.
         """
         self._signals = signals
         # Before any process starts, which would have it.
@@ -280,7 +266,7 @@ class NodeHost:
         events = self._connect()
         try:
             self._arrive(events, signals)
-            joined(self._name, self._nproc)
+            self._tell_joined()
             hub = self._runtime.hub
             hub.call(lambda: hub.watch(self._socket, self._receive))
             hub.after_turn.append(self._flush)
@@ -344,6 +330,14 @@ class NodeHost:
             msg = f"ended by {signal.Signals(signals[0]).name} before it was let in"
             raise LaunchError(msg, phase="connect")
         raise OutOfReachError(_unanswered(self._endpoint), phase="connect")
+
+    def _tell_joined(self) -> None:
+        text = f"nblaunch join: {self._nproc} ranks of this machine take part"
+        if self._rdzv is not None:
+            print(f"{text} in {self._options.rdzv_id}", flush=True)  # noqa: T201 - a command line
+        else:
+            # Not to stdout, which may be the user's own if an engine starts this program.
+            print(f"{text}, as {self._name}", file=sys.stderr, flush=True)  # noqa: T201 - as above
 
     def _data_socket(self) -> DataSocket:
         return DataSocket(

@@ -12,8 +12,8 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Event
 
 
-class AgentEvents(Protocol):
-    """The agent's events; called on the agent's thread."""
+class AttemptEvents(Protocol):
+    """The events of an agent that a host passes on."""
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
         """Handle the start of an attempt: its first rank may connect before its last one is forked."""
@@ -21,23 +21,27 @@ class AgentEvents(Protocol):
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Handle the end of forking: all processes are there."""
 
-    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Handle a process's exit; `expected` if the agent itself stopped it, `reason` if known."""
-
     def membership_changing(self) -> None:
         """Handle a membership change: all ranks are about to be restarted."""
+
+    def recorded(self, event: Event) -> None:
+        """Handle an event of torchelastic; called on any of the agent's threads."""
+
+    def agent_ended(self, error: BaseException | None) -> None:
+        """Handle the agent's end, on its thread; `error` is set if it failed."""
+
+
+class AgentEvents(AttemptEvents, Protocol):
+    """The agent's events; called on the agent's thread."""
+
+    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
+        """Handle a process's exit; `expected` if the agent itself stopped it, `reason` if known."""
 
     def ranks_ending(self) -> None:
         """Handle the end of an attempt: ranks that are still alive are about to be signalled."""
 
     def others_stopped(self) -> None:
         """Handle the exit of the ranks that were still at work."""
-
-    def recorded(self, event: Event) -> None:
-        """Handle an event of torchelastic; called on any of the agent's threads."""
-
-    def agent_ended(self, error: BaseException | None) -> None:
-        """Handle the agent's end; `error` is set if it failed."""
 
 
 class Worker(msgspec.Struct, frozen=True):
