@@ -135,7 +135,6 @@ def overdue(waited_for: Mapping[int, float], now: float) -> dict[int, float]:
 
 
 def _places(report: HangReport) -> dict[int, str]:
-    """Return where each rank is, in one line."""
     found = {rank: f"still {group.headline}" for group in report.groups for rank in group.ranks}
     for rank, stack in report.silent.items():
         innermost = next((line.strip() for line in reversed(stack.splitlines()) if line.strip()), "")
@@ -240,7 +239,6 @@ class Interrupted(msgspec.Struct, frozen=True):
 
     @property
     def handles_it(self) -> bool:
-        """Whether it has seen the interrupt, and has time for its own handling of it."""
         return self.seen is not None and self.handled and not self.last
 
     def seen_for(self, seconds: float, now: float) -> bool:
@@ -468,7 +466,6 @@ class Ending(msgspec.Struct, frozen=True):
 
     @classmethod
     def begin(cls, timeout: float | None, hang_after: float | None, began: float) -> Ending:
-        """Return the limits of a job that has begun."""
         deadline = NEVER if timeout is None else began + timeout
         return cls(timeout, deadline, hang=HangWatch(hang_after, began))
 
@@ -527,7 +524,6 @@ class EndingStep(Machine[Ending, Consequence]):
     """One step towards the end of a job."""
 
     def __init__(self, state: Ending, interruption: Interruption, job: Situation, now: float) -> None:
-        """`interruption` is that of the job's ranks; like the state, it changes."""
         super().__init__(state, now)
         self.interruption = interruption
         self.job = job
@@ -537,7 +533,6 @@ class EndingStep(Machine[Ending, Consequence]):
         self.act(*sends)
 
     def interrupt(self, *, sparing: bool = False) -> None:
-        """Interrupt the job for the user, or `sparing` its ranks whatever came before."""
         self.set(interrupts=self.state.interrupts + (not sparing))
         ending = self.state
         if not ending.begun:
@@ -601,7 +596,6 @@ class EndingStep(Machine[Ending, Consequence]):
             self.skip_grace()
 
     def break_off_imports(self, report: HangReport) -> None:
-        """Interrupt importing ranks at once, if no others are late."""
         late = self.interruption.waited_for.keys()
         importing = {rank for group in report.groups if group.importing for rank in group.ranks}
         if not late or not late <= importing or self.state.interrupts > 2:  # noqa: PLR2004 - a third came
@@ -611,7 +605,6 @@ class EndingStep(Machine[Ending, Consequence]):
         self.set(broken_off=True)
 
     def skip_grace(self) -> None:
-        """Wait for the ranks of the job no longer."""
         job, waited_for = self.job, self.interruption.waited_for
         lost = format_ranks(job.members.ranks) if job.kept else ""
         abandon_at = min(self.state.abandon_at, self.now + job.grace + END_SECONDS)
@@ -671,7 +664,6 @@ class EndingStep(Machine[Ending, Consequence]):
         self.check_for_late()
 
     def check_for_hang(self, report: HangReport, asked: float) -> None:
-        """Tell the user of a hang that was not there before."""
         watch, hangs = self.state.hang.hangs(report, asked)
         self.set(hang=watch)
         if hangs:
@@ -690,7 +682,6 @@ class EndingStep(Machine[Ending, Consequence]):
             self.act(LocateRanks(Why.LATE, ASK_SECONDS, late))
 
     def show_late(self, report: HangReport, asked: float) -> None:
-        """Show where these ranks are; after a timeout, replace stopped ones."""
         late = LateRanks.found(self.interruption.waited_for, report, asked, self.now)
         self.set([messages.Waiting(ranks=dict(late.ranks))], late=late)
         stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.job.grace]

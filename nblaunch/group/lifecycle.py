@@ -211,7 +211,6 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def working(self) -> JobState | None:
-        """The job, if it has not ended."""
         return self.job if self.job is not None and not self.job.ended else None
 
     @property
@@ -221,12 +220,10 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def preempted(self) -> bool:
-        """Whether the running job ends because its nodes are taken back."""
         return self.working is not None and bool(self.working.run.preempted)
 
     @property
     def working_ranks(self) -> Mapping[int, RankState]:
-        """The ranks that take part in a job that has not ended."""
         return {} if self.working is None else self.working.run.ranks
 
     @property
@@ -454,7 +451,6 @@ class _Step(Machine[GroupState, Action]):
         self.set(searches={})
 
     def dismiss(self) -> None:
-        """Let the ranks of a group without a job exit."""
         state = self.state
         begun = state.forked or state.attempt > 0  # not so while an engine's nodes are awaited
         missing = state.exited or (begun and len(state.connected) < state.members.world_size)
@@ -546,7 +542,6 @@ class _Step(Machine[GroupState, Action]):
                     self.send(rank.rank, messages.ReportReached())
 
     def engine_reported(self, status: messages.EngineStatus) -> None:
-        """Keep an engine's report; fold what is new in it."""
         before = self.state.engine
         self.set(engine=status)
         if before is None or replace(before, state=status.state, joined=status.joined) != status:
@@ -594,7 +589,6 @@ class _Step(Machine[GroupState, Action]):
     # --- where the ranks are ---------------------------------------------------------------------
 
     def locate(self, request: LocateRanks) -> None:
-        """Ask ranks that are at work where they are."""
         why, seconds, ranks = request.number, request.seconds, request.ranks
         state = self.state
         known = () if state.closed else state.at_work.ranks.values()
@@ -609,7 +603,6 @@ class _Step(Machine[GroupState, Action]):
         self.search_on()
 
     def search_on(self) -> None:
-        """Go on with searches of which a stage is over."""
         remote = self.state.remote - self.state.exited
         for why in tuple(self.state.searches):
             search = self.state.searches.get(why)  # what comes of one may begin or end others
@@ -699,7 +692,6 @@ class _Step(Machine[GroupState, Action]):
             self.limit(messages.Phase.PROCESS_GROUP)
 
     def stop_overdue(self) -> None:
-        """Stop an attempt that has exceeded its deadline, once."""
         state, phase = self.state, self.state.limited
         if phase is None or self.now <= state.deadline:
             return
@@ -889,7 +881,6 @@ class _Step(Machine[GroupState, Action]):
     # --- interrupts, recovery, replacement -------------------------------------------------------
 
     def preempt(self, event: Preemption) -> None:
-        """Have all ranks save; the running job ends for that."""
         state, job = self.state, self.state.working
         if state.closed:
             return
@@ -945,7 +936,6 @@ class _Step(Machine[GroupState, Action]):
         self.follow(step.actions)
 
     def follow(self, consequences: Iterable[Consequence]) -> None:
-        """Do what follows from a decision of another machine."""
         for each in consequences:
             match each:
                 case LocateRanks():

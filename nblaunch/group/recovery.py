@@ -78,7 +78,6 @@ class Recovery(msgspec.Struct, frozen=True):
 
     @property
     def awaited(self) -> frozenset[int]:
-        """The ranks that have not reported that they are ready."""
         return self.members if self.fitness is not None else self.waiting
 
     def begin(  # noqa: PLR0913 - all that is known of the ranks

@@ -118,7 +118,6 @@ class RankAgent(LocalElasticAgent):
     # --- called from other threads ---------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the run: SIGTERM to every rank, SIGKILL after the grace period."""
         self._stop.set()
         self._waker.wake()
 
@@ -132,7 +131,6 @@ class RankAgent(LocalElasticAgent):
         self._waker.wake()
 
     def rejoin(self) -> None:
-        """Repeat the rendezvous after a membership change. The ranks are started again."""
         self._rejoin.set()
         self._waker.wake()
 
@@ -327,7 +325,6 @@ class RankAgent(LocalElasticAgent):
             self._events.others_stopped()
 
     def _failed(self, worker_group: WorkerGroup) -> RunResult:
-        """Stop the others of a group in which a rank has failed, and report all that failed."""
         exitcodes = self._report_exits()
         if 0 < len(exitcodes) < len(self._processes()):
             # Peers that are in a collective with the dead rank raise now, and can still report it.
@@ -486,7 +483,6 @@ class AgentThread:
         server: Server,
         waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the agent, whose ranks `server` forks; `waiting` is the agent's."""
         _quiet_torchelastic()
         self._events = events
         self.agent: RankAgent | None = RankAgent(settings, arguments, events, server, waiting)

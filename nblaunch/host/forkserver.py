@@ -158,7 +158,6 @@ class Server:
         return parent_read, parent_write
 
     def sweep(self) -> None:
-        """Kill what ranks that are gone have left running."""
         with self._lock:
             self._answers(keeper.SWEEP)
 
@@ -208,7 +207,6 @@ class Server:
         return forget
 
     def detach(self) -> None:
-        """Have the keeper outlive the kernel."""
         with self._lock:
             self._order(keeper.DETACH)
 

@@ -159,7 +159,6 @@ def _refuse_foreign(options: LaunchOptions, own: Container[Option]) -> None:
 
 
 def _check(endpoint: str, options: LaunchOptions) -> None:
-    """Raise `OptionError` for options that are wrong on any machine."""
     if endpoint:
         _refuse_foreign(options, _OF_A_PLACED_NODE)
         host, _, port = endpoint.rpartition(":")
@@ -196,7 +195,6 @@ def _own_environment() -> dict[str, str | None]:
 
 
 def _run(order: ProgramOrder, handled: set[signal.Signals]) -> int:
-    """Have the node program forked, and return its exit status once nothing of it is left."""
     with starting():
         ours, theirs = socket.socketpair()
     with ours:

@@ -197,7 +197,6 @@ class _Keeper:
                 return  # the other end is closed
 
     def _obey(self) -> bool:
-        """Carry out one order; return whether there was one."""
         header, fds, _, _ = socket.recv_fds(self._orders, ORDER.size, 1, socket.MSG_WAITALL)
         if len(header) < ORDER.size:
             return False
@@ -239,7 +238,6 @@ class _Keeper:
             self._server = 0
 
     def end(self) -> NoReturn:
-        """End all that is kept, remove what it has left on the disk, and exit."""
         for pid in (self._server, self._runtime):
             if pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -357,7 +355,6 @@ def _await(apart: int) -> None:
 
 
 def _run(commands: list[bytes]) -> None:
-    """Run commands concurrently, and kill those that take too long."""
     ours = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for command in commands:
         variables, words = split_command(json.loads(command))

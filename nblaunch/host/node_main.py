@@ -172,7 +172,6 @@ def _join_run(
 
 
 def this_machine(placement: Placement) -> Inventory:
-    """Return this machine's inventory; the ranks of this node would be placed there."""
     driver, gpus = _gpus()
     ranks = placement.nproc if placement.device_type == "cuda" else 0
     return Inventory(
@@ -381,7 +380,6 @@ class NodeHost:
         raise LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
 
     def _wait(self, events: zmq.Socket[bytes]) -> None:
-        """Serve until the runtime has finished with this node or is gone, or a signal has it leave."""
         end_by, hub = math.inf, self._runtime.hub
         while not self._finished:
             if not hub.usable:
@@ -513,7 +511,6 @@ class NodeHost:
                     relay.obey(message, data)
 
     def _open(self, opened: wire.OpenGroup) -> None:
-        """Prepare a group; its agent then waits for a rendezvous."""
         try:
             relay = self._relay(opened)
         except Exception as error:  # noqa: BLE001 - the notebook gets it

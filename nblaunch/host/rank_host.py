@@ -251,7 +251,6 @@ class RankHost(AgentThread, GroupHost):
     # --- attempts, on the hub's thread -------------------------------------------------------------
 
     def begin(self, number: int) -> None:
-        """Take messages of this attempt from now on, and drop those of the one before."""
         self.attempt = number
         self._clear()
         # On this thread: orders for the new attempt must not be dropped with the old ones.

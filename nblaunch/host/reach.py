@@ -190,7 +190,6 @@ class _Trial:
             self.error = _name_of(error.errno or errno.EINVAL)
 
     def result(self) -> wire.ReachResult:
-        """Close the connection; return its result."""
         self.socket.close()
         if self.error is None:
             self.error = _STRANGER if self.nonce else _name_of(errno.ETIMEDOUT)
@@ -361,13 +360,11 @@ class _Gap:
         return bool(self.back) and all(each.error == "ETIMEDOUT" for each in (*self.found, *self.back))
 
     def between(self) -> str:
-        """Return the line for two that get no answer from each other."""
         ends = f"{self.back[0].target.address}, {self.found[0].target.address}"
         both = f"{_machine(self.source)} and {_machine(self.target)}"
         return f"{both} do not reach each other ({ends}): no answer. {self._silence()}"
 
     def words(self) -> str:
-        """Return the unreached target, the error, the likely cause and the remedy."""
         first = self.failed[0]
         ports = " and ".join(str(each.target.port) for each in self.failed)
         plural = "s" if len(self.failed) > 1 else ""

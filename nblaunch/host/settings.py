@@ -107,5 +107,4 @@ class AgentSettings:
 
     @property
     def nodes(self) -> bool:
-        """Whether there may be other nodes than this process."""
         return self.rdzv is not None or self.options.on is not None

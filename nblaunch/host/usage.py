@@ -173,7 +173,6 @@ class GpuMeter:
             self._nvml = nvml
 
     def usage(self, pid: int, device: str, local_rank: int = 0) -> GpuUsage:
-        """Return what a process uses of its GPUs."""
         if self._nvml is None:
             return GpuUsage()
         if self._by_pid is None:
@@ -236,7 +235,6 @@ class GpuMeter:
 
 
 def alive(pid: int | None) -> bool:
-    """Return whether a process exists and has not exited."""
     try:
         return pid is not None and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -195,7 +195,6 @@ class DirectorState(msgspec.Struct, frozen=True):
 
     @property
     def taking_part(self) -> dict[str, DirectedNode]:
-        """The nodes of the current attempt."""
         attempt = self.attempt
         return {name: node for name, node in self.nodes.items() if node.attempt == attempt >= 0}
 
