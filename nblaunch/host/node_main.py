@@ -387,8 +387,11 @@ class NodeHost:
                 return
             if events.poll(_POLL_MS):
                 monitor.recv_monitor_message(events)
-                self._cut_off = True
-                self._end_with("the notebook is gone, or out of reach")
+                with contextlib.suppress(LaunchError):
+                    hub.run(self._receive, _LEAVE_SECONDS)  # its last orders may not have been read yet
+                if not self._finished:
+                    self._cut_off = True
+                    self._end_with("the notebook is gone, or out of reach")
                 return
             for relay in [each for each in self._relays.values() if each.ended.is_set()]:
                 if self._rdzv is not None:

@@ -902,8 +902,8 @@ class NodeGroup(GroupHost):
                 member.incoming.receive(message, data)
             case wire.OthersStopped():
                 self.events.ranks_stopped(member.ranks)
-            case wire.NodeEnded(error=error):
-                self._node_ended(node, error)
+            case wire.NodeEnded():
+                self._node_ended(node, message)
             case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
                 self.events.stacks_read({rank: text})
             case _ if isinstance(message, wire.OfAttempt) and message.attempt == self.events.attempt:
@@ -915,7 +915,8 @@ class NodeGroup(GroupHost):
         """Show a text with the next result."""
         self.events.feed(messages.Noticed(text=text))
 
-    def _node_ended(self, node: FleetNode, error: str) -> None:
+    def _node_ended(self, node: FleetNode, ended: wire.NodeEnded) -> None:
+        error = ended.error
         member = self._members.get(node.name)
         if error and member is not None and not member.ranks:
             # No rank is lost with it, of which the loss would tell.
@@ -1220,9 +1221,10 @@ class FleetGroup(NodeGroup):
 
     def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
         match message:
-            case wire.AwaitingRendezvous(after=after, error=error) if node.name in self._members:
-                after = self.events.attempt if after in self._renumbered else after
-                self.feed(director.NodeAwaitsRendezvous(node.name, after, error))
+            case wire.AwaitingRendezvous(after=after) if node.name in self._members:
+                if after in self._renumbered:
+                    message = msgspec.structs.replace(message, after=self.events.attempt)
+                self.feed(director.NodeReported(node.name, message))
             case wire.PieceLost():
                 self.payload_lost(node.name)
             case wire.Wrote(attempt=attempt, rank=rank) if rank in self._renumbered.get(attempt, ()):
@@ -1237,8 +1239,8 @@ class FleetGroup(NodeGroup):
             case _:
                 super().receive(node, message, data)
 
-    def _node_ended(self, node: FleetNode, error: str) -> None:
-        self.feed(director.NodeHasEnded(node.name, error))
+    def _node_ended(self, node: FleetNode, ended: wire.NodeEnded) -> None:
+        self.feed(director.NodeReported(node.name, ended))
 
     def take_attempt_message(
         self,
@@ -1248,11 +1250,12 @@ class FleetGroup(NodeGroup):
     ) -> None:
         super().take_attempt_message(member, message, data)
         match message:
-            case wire.Workers(attempt=attempt):
-                self.feed(director.WorkersStarted(member.name, attempt))
-            case wire.Gone(exited=exited):
+            case wire.Gone(exited=exited) if self._fleet.signalled:
                 # The engine may end the node's ranks with it: do not start new ones there.
-                expected = exited.expected or bool(self._fleet.signalled)
-                self.feed(director.RankGone(member.name, exited.rank, expected))
+                exited = msgspec.structs.replace(exited, expected=True)
+                message = msgspec.structs.replace(message, exited=exited)
+                self.feed(director.NodeReported(member.name, message))
+            case wire.Workers() | wire.Gone():
+                self.feed(director.NodeReported(member.name, message))
             case _:
                 pass
