@@ -140,7 +140,7 @@ class ClientJob:
                 self.state, self.questions = decode_state(state), deque(questions)
             case wire.JobEnded(job=self.number, end=end):
                 self.ended, self.end = True, end
-            case wire.UserNotice(text=text):
+            case messages.Noticed(text=text):
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
             case _:
                 pass
@@ -275,41 +275,27 @@ def fresh_job(title: str, options: LaunchOptions, *, script: bool = False) -> Cl
     return ClientJob(title=title, options=options, placement=opened.placement, ranks=ranks)
 
 
-def with_log_dir(options: LaunchOptions) -> LaunchOptions:
-    """Make the user's log directory, as this process's umask has it; return the options with its whole path.
+def with_whole_paths(options: LaunchOptions, *names: str) -> LaunchOptions:
+    """Make the user's `log_dir` and `metrics_file` with this process's umask; return their absolute paths.
 
-    Raises `OptionError` if it cannot be made.
+    Raises `OptionError` if one cannot be made.
     """
-
-    def make(directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-
-    return _with_whole_path(options, "log_dir", make, "made", "directory")
-
-
-def with_metrics_file(options: LaunchOptions) -> LaunchOptions:
-    """Do the same with the user's file of metrics."""
-
-    def make(file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("ab").close()
-
-    return _with_whole_path(options, "metrics_file", make, "written", "file")
-
-
-def _with_whole_path(
-    options: LaunchOptions, name: str, make: Callable[[Path], None], done: str, what: str
-) -> LaunchOptions:
-    if not getattr(options, name):
-        return options
-    path = Path(getattr(options, name)).absolute()
-    try:
-        make(path)
-    except OSError as error:
-        msg = f"{name}={str(path)!r} cannot be {done}: {error.strerror}. Give a {what} that you can write to."
-        raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
-    changed: dict[str, Any] = {name: str(path)}
-    return replace(options, **changed)
+    changed: dict[str, Any] = {}
+    for name in names:
+        if not getattr(options, name):
+            continue
+        path = Path(getattr(options, name)).absolute()
+        done, what = ("made", "directory") if name == "log_dir" else ("written", "file")
+        try:
+            (path if name == "log_dir" else path.parent).mkdir(parents=True, exist_ok=True)
+            if name == "metrics_file":
+                path.open("ab").close()
+        except OSError as error:
+            advice = f"Give a {what} that you can write to."
+            msg = f"{name}={str(path)!r} cannot be {done}: {error.strerror}. {advice}"
+            raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
+        changed[name] = str(path)
+    return replace(options, **changed) if changed else options
 
 
 def standby_wanted() -> bool:

@@ -37,8 +37,7 @@ from nblaunch.client.preparation import (
     function_job,
     opening,
     refuse_inside_rank,
-    with_log_dir,
-    with_metrics_file,
+    with_whole_paths,
 )
 from nblaunch.client.run import SilentView, StaleError, run_job, watch_job
 from nblaunch.client.scripts import is_script, refuse_in_session
@@ -76,13 +75,12 @@ def start_session(
         raise OptionError(msg)
     # Before a runtime is started, of which a rank has none.
     refuse_inside_rank()
-    options = with_metrics_file(options)
+    options = with_whole_paths(options, "metrics_file")
     runtime: Runtime = local().detached() if options.detach else local().runtime
     try:
         key = name if options.detach else f"{name} {runtime.number()}"
-        request = opening(
-            with_log_dir(options), key, name=name, timeout=_COLLECTIVE_SECONDS, detached=options.detach
-        )
+        logged = with_whole_paths(options, "log_dir")
+        request = opening(logged, key, name=name, timeout=_COLLECTIVE_SECONDS, detached=options.detach)
         line, opened = _opened(runtime, request)
     except BaseException:
         if options.detach:
@@ -407,7 +405,7 @@ class LiveSession:
         if not job.query:
             self._refuse_if_held()
         if job.options is not self.options:
-            job.options = with_metrics_file(job.options)
+            job.options = with_whole_paths(job.options, "metrics_file")
         view = view or (silent if job.internal else self.watch)(job.title, job.backend)
         job.line, job.others, job.private = self._line, self._take, self.detached
         notes = [] if job.internal else self._notes

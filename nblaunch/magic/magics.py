@@ -174,7 +174,8 @@ def _after_cell(result: ExecutionResult) -> None:
         return
 
     def bound() -> frozenset[str]:
-        if not result.success or auto.ran_on_ranks():
+        # What a cell binds on the ranks, it does not bind here.
+        if not result.success or auto.ran_on_ranks() or _MAGIC.match(info.raw_cell):
             return frozenset()
         with auto.suspended():
             source = running.transform_cell(info.raw_cell)

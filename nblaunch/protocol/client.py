@@ -24,7 +24,7 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 8
+CLIENT_PROTOCOL = 9
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + wire.PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""
@@ -585,7 +585,7 @@ class DismissSession(_Note, frozen=True):
 ClientNote = ReleaseJob | DismissSession
 
 
-# Events.
+# Events; `Noticed` is text for the user of a run, which is printed: how other nodes join.
 
 
 class _Unasked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -660,12 +660,6 @@ class OwnerChanged(_Unasked, frozen=True):
     by: ClientRecord | None = None
 
 
-class UserNotice(_Unasked, frozen=True):
-    """Text for the user of this run, which is printed: how other nodes join."""
-
-    text: str
-
-
 RuntimeEvent = (
     JobEnded
     | JobRefreshed
@@ -676,7 +670,7 @@ RuntimeEvent = (
     | RanksRenumbered
     | SessionEnded
     | OwnerChanged
-    | UserNotice
+    | wire.Noticed
 )
 
 

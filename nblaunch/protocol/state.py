@@ -454,7 +454,12 @@ def _at_least_starting(state: State) -> State:
     return State.STARTING if state is State.INIT else state
 
 
+_OF_THE_JOB = (wire.Started, wire.Reached, wire.Unwritten, wire.Returned, wire.Raised, wire.Profiled)
+
+
 def _advance_rank(known: RankState, message: Message) -> RankState:
+    if known.state.final and isinstance(message, _OF_THE_JOB):
+        return known
     match message:
         case wire.Hello():
             return replace(
@@ -468,15 +473,6 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
         case wire.Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
-        case (
-            wire.Started()
-            | wire.Reached()
-            | wire.Unwritten()
-            | wire.Returned()
-            | wire.Raised()
-            | wire.Profiled()
-        ) if known.state.final:
-            return known
         case wire.Started():
             warning = _LATE if message.late else known.warning
             return replace(
@@ -607,10 +603,6 @@ def describe_exit(exitcode: int) -> str:
 _THE_RUNTIME = "nblaunch's runtime process"
 _run_state: msgspec.msgpack.Decoder[RunState] = msgspec.msgpack.Decoder(RunState)
 _message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode_state(state: RunState) -> bytes:
-    return wire.encode(state)
 
 
 def decode_state(data: bytes) -> RunState:

@@ -25,12 +25,13 @@ from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import JobState
 from nblaunch.host.hub import Hub
+from nblaunch.host.settings import AgentSettings
 from nblaunch.protocol import client as wire
 from nblaunch.protocol import messages
-from nblaunch.protocol.state import Message, RankState, RunState, decode_state, encode_state
+from nblaunch.protocol.messages import encode
+from nblaunch.protocol.state import Message, RankState, RunState, decode_state
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.metrics_file import MetricsFile
-from nblaunch.runtime.worker_groups import own_directory
 
 # A job that is over by then is not measured.
 _YOUNG_SECONDS = 0.1
@@ -199,7 +200,7 @@ class RunningJob(Job):
             interrupted=self.known.ending.interrupted,
             early=early,
             logs={attempt: tuple(ranks.values()) for attempt, ranks in self.logs.items()},
-            log_dir="" if group is None else str(own_directory(self, group.settings) or ""),
+            log_dir="" if group is None else self._own_directory(group.settings),
             backend="" if group is None else group.backend,
         )
         self._ended_at = time.time()
@@ -215,6 +216,13 @@ class RunningJob(Job):
         self._takers, self.watchers = self.watchers, set()
         for act in self.when_over:
             act()
+
+    def _own_directory(self, settings: AgentSettings) -> str:
+        """Return the directory of the run's logs: below it are attempts, below those ranks and files."""
+        if settings.options.logs_specs is not None:
+            return str(settings.log_dir)  # what is where below it only the user's class knows
+        files = next((each for ranks in self.logs.values() for each in ranks.values()), None)
+        return "" if files is None else str(Path(files.stdout).parents[2])
 
     def let_values_go(self) -> None:
         """Close what the ranks have returned: whoever watches the job now gets no values."""
@@ -283,7 +291,7 @@ class RunningJob(Job):
             self._takers.add(connection)
         return wire.JobSnapshot(
             job=self.record,
-            state=encode_state(state),
+            state=encode(state),
             options=self.order.options,
             questions=self.questions_for(connection),
             end=self.end,
@@ -293,7 +301,7 @@ class RunningJob(Job):
     def refreshed(self, connection: ClientConnection) -> wire.JobRefreshed:
         return wire.JobRefreshed(
             job=self.number,
-            state=encode_state(self.state),
+            state=encode(self.state),
             questions=self.questions_for(connection),
             logs=self._log_files(),
         )

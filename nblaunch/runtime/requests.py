@@ -1,7 +1,7 @@
 """What a runtime does for its clients: one method for each request.
 
 A method runs on the hub's thread and returns the answer, None for a request that has none, or, where it would
-have to wait, a function that returns the answer on a thread of a pool.
+have to wait, a function that returns the answer on a thread of a pool; its None is `Done`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.host.forkserver import try_fork
 from nblaunch.protocol import client as wire
+from nblaunch.protocol.messages import Noticed
 from nblaunch.protocol.reports import session_ended
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
@@ -44,7 +45,7 @@ _QUERY_ENDS_SECONDS = 5.0
 # Nodes that are lost together show within seconds; the ranks that are left then form a group.
 _REGROUP_SECONDS = 5.0
 
-_Served: TypeAlias = wire.AnswerToClient | Callable[[], wire.AnswerToClient] | None
+_Served: TypeAlias = wire.AnswerToClient | Callable[[], wire.AnswerToClient | None] | None
 
 
 class RequestHandler:
@@ -137,11 +138,11 @@ class RequestHandler:
             raise LaunchError(msg, phase="runtime", kind=FailureKind.PROCESS_LIMIT) from error
 
     def _wait_for(
-        self, served: Callable[[], wire.AnswerToClient], connection: ClientConnection, number: int
+        self, served: Callable[[], wire.AnswerToClient | None], connection: ClientConnection, number: int
     ) -> None:
         """Answer a request once that is possible; on a thread of the pool."""
         try:
-            answer = served()
+            answer = served() or wire.Done()
         except Exception as error:  # noqa: BLE001 - the client raises it
             if not isinstance(error, NblaunchError):
                 _log.exception("a request could not be carried out")
@@ -220,7 +221,7 @@ class RequestHandler:
 
     def _notifier(self, connection: ClientConnection) -> Callable[[str], None]:
         def notify(text: str) -> None:
-            self._hub.call(lambda: connection.event(wire.UserNotice(text=text)))
+            self._hub.call(lambda: connection.event(Noticed(text=text)))
 
         return notify
 
@@ -368,7 +369,6 @@ class RequestHandler:
         events = job.events if job is not None else self._events.get(request.job)
         if events is None:
             raise NblaunchError(_unknown(request.job))
-
         return lambda: wire.JobEvents(events=events.all())
 
     def _late_of(self, _: ClientConnection, request: wire.LateOf) -> _Served:
@@ -478,7 +478,7 @@ class RequestHandler:
             return wire.Done()
         self._closing += 1
 
-        def close() -> wire.AnswerToClient:
+        def close() -> None:
             try:
                 session.close()
             finally:
@@ -487,7 +487,6 @@ class RequestHandler:
             if session.detached:
                 # It was all that this runtime was for.
                 self._stop()
-            return wire.Done()
 
         return close
 
@@ -505,11 +504,7 @@ class RequestHandler:
         session = self._session(request.session)
         session.refuse_if_held_against(connection)
 
-        def restart() -> wire.AnswerToClient:
-            session.restart()
-            return wire.Done()
-
-        return restart
+        return session.restart
 
     def _stacks_of(self, _: ClientConnection, request: wire.StacksOf) -> _Served:
         session = self._session(request.session)
@@ -578,10 +573,9 @@ class RequestHandler:
         return wire.Done()
 
     def _stop_all(self, _: ClientConnection, __: wire.Stop) -> _Served:
-        def stop() -> wire.AnswerToClient:
+        def stop() -> None:
             self.close()
             self._stop()
-            return wire.Done()
 
         return stop
 
