@@ -272,10 +272,6 @@ class Runtime(abc.ABC):
                 return
         line.close()
 
-    def spill(self) -> Path:
-        """Return where payloads are written that memory has no room for."""
-        return self.root
-
     def number(self) -> int:
         return self.welcome.client * _FIRST_NUMBER + next(self._numbers)
 

@@ -300,7 +300,7 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
         code = code_of(job)
         order = wire.JobOrder(
             number=job.number,
-            dispatches=dispatches(job, sent, job.ranks.runtime.spill, code),
+            dispatches=dispatches(job, sent, lambda: job.ranks.runtime.root, code),
             state=encode(job.state),
             title=job.title,
             options=job.options,

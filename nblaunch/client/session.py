@@ -27,6 +27,7 @@ from nblaunch._notebook import ask_shell
 from nblaunch._registry import RuntimeEntry
 from nblaunch._results import Outcome, Perform, RunResult, SessionStatus, held_by
 from nblaunch.capture.capture import Captured, capture_call, capture_cell, capture_values, notebook_names
+from nblaunch.capture.names import CellNames
 from nblaunch.client.knowledge import Knowledge, KnowledgeView, notices
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
@@ -246,23 +247,19 @@ class LiveSession:
         self._capture(job, capture, namespace)
         return self._prepared(job)
 
-    def prepare_cell(  # noqa: PLR0913 - what a cell is
+    def prepare_cell(
         self,
         work: CellJob,
-        plain: str,
+        names: CellNames,
         namespace: dict[str, Any],
-        transform: Callable[[str], str],
         *,
         ranks: Sequence[int] | None = None,
         options: LaunchOptions | None = None,
     ) -> Perform:
-        """Capture what a cell uses; the cell runs when the returned function is called.
-
-        `plain` is its source with magics transformed.
-        """
+        """Capture what a cell uses; the cell runs when the returned function is called."""
 
         def capture(view: KnowledgeView) -> Captured:
-            return capture_cell(plain, namespace, transform, known=view)
+            return capture_cell(names, namespace, known=view)
 
         job = self._job(work, "cell", ranks, options)
         self._capture(job, capture, namespace)
@@ -594,13 +591,10 @@ class LiveSession:
             for each in job.payloads
         )
 
-    def sweep(self) -> None:
-        """Drop what is known of objects that the notebook has freed."""
-        self._knowledge.sweep()
-
-    def bound_again(self, names: Iterable[str]) -> None:
-        """Note which variables a cell of the notebook has bound, also those bound to what they had."""
+    def note_cell(self, names: Iterable[str]) -> None:
+        """Note which variables a cell of the notebook has bound; forget objects that it has freed."""
         self._knowledge.bound_again(names)
+        self._knowledge.sweep()
 
     def names(self) -> tuple[str, ...]:
         known = self._names.get(0)

@@ -158,8 +158,7 @@ def note_cell(bound: Callable[[], frozenset[str]]) -> None:
     """After a cell, note which variables it has bound, and drop what is known of objects that are gone."""
     names = bound() if _sessions else frozenset[str]()
     for session in _sessions.values():
-        session.bound_again(names)
-        session.sweep()
+        session.note_cell(names)
 
 
 def flag_of(name: str) -> str:

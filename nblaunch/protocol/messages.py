@@ -395,9 +395,9 @@ class Colored(_OfRank, frozen=True):
 
 
 DEFAULT_GROUP = "default_pg"
+"""torch's name of the default process group."""
 STORE = "store"
 """The backend of what ranks do by way of their store: they form a group, which has no number."""
-"""torch's name of the default process group."""
 
 
 class Collective(msgspec.Struct, frozen=True):
