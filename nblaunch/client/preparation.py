@@ -150,10 +150,6 @@ class ClientJob:
         """What broke the group."""
         return None if self.end.error is None else self.end.error.error()
 
-    @property
-    def logs(self) -> Mapping[int, Mapping[int, wire.RankLogFiles]]:
-        return {attempt: {each.rank: each for each in files} for attempt, files in self.end.logs.items()}
-
 
 class KeptJob:
     """What the runtime keeps of a job as long as a result refers to this: logs, events, late warnings."""
@@ -194,9 +190,8 @@ class RemoteEvents(EventLog):
         runtime = self._runtime
         if runtime is not None and runtime.is_of(os.getpid()):
             # Where it cannot answer, the runtime has ended, or this was one of many runs.
-            with contextlib.suppress(NblaunchError), runtime.line() as line:
-                answer = line.ask(wire.EventsOf(job=self._number))
-                self._events = list(answer.events)
+            with contextlib.suppress(NblaunchError):
+                self._events = list(runtime.ask_on_a_line(wire.EventsOf(job=self._number)).events)
             self._runtime = None
         return tuple(self._events)
 

@@ -236,7 +236,7 @@ def run_job(job: ClientJob, view: View, cancelled: threading.Event | None = None
     wait = JobWait(job, view, cancelled)
     try:
         _submit(job, wait, usage=view.shows_usage or job.private)
-        return _followed(job, view, wait)
+        return _follow_to_end(job, view, wait)
     except (NblaunchError, StaleError, StoppedWatchingError):
         raise
     except BaseException:
@@ -250,10 +250,10 @@ def watch_job(job: ClientJob, snapshot: wire.JobSnapshot, view: View) -> Outcome
     job.ended, job.end = snapshot.end is not None, snapshot.end or job.end
     job.questions.extend(snapshot.questions)
     job.watching = lambda: True
-    return _followed(job, view, JobWait(job, view))
+    return _follow_to_end(job, view, JobWait(job, view))
 
 
-def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
+def _follow_to_end(job: ClientJob, view: View, wait: JobWait) -> Outcome:
     kept = KeptJob(job.ranks.runtime, job.number)
     shown = job.state
     try:
@@ -271,7 +271,7 @@ def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
             result = _collect(job, kept)
             wait.interrupt = late
         shown = result.state
-        error = error or _early(job, wait.interrupt)
+        error = error or _interruption(job, wait.interrupt)
     except StoppedWatchingError:
         # What comes before the answer is not of the next one that watches this job.
         with contextlib.suppress(LaunchError, TimeoutError):
@@ -327,7 +327,7 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
                 return
 
 
-def _early(job: ClientJob, interrupt: KeyboardInterrupt | None) -> BaseException | None:
+def _interruption(job: ClientJob, interrupt: KeyboardInterrupt | None) -> BaseException | None:
     early = job.end.early
     if early is not None and early.timeout:
         return RunTimeoutError(early.message, hang_report=job.state.hang)

@@ -177,7 +177,7 @@ class LiveSession:
         self._losses = 0
         """How often another client has taken the session over."""
         self._finalizer = weakref.finalize(
-            self, _let_go, self._runtime, self._line, self._key, dismiss=not self.detached
+            self, _release_ranks, self._runtime, self._line, self._key, dismiss=not self.detached
         )
         self._finalizer.atexit = False
 
@@ -701,8 +701,7 @@ class LiveSession:
     def restart(self) -> None:
         self._refuse_if_ended()
         self._refuse_if_held()
-        with self._runtime.line() as line:
-            line.ask(wire.RestartSession(session=self._key))
+        self._runtime.ask_on_a_line(wire.RestartSession(session=self._key))
         self.start()
 
     def stacks(self) -> HangReport:
@@ -710,15 +709,13 @@ class LiveSession:
         return self._where()
 
     def _where(self, seconds: float = 1.0) -> HangReport:
-        with self._runtime.line() as line:
-            answer = line.ask(wire.StacksOf(session=self._key, seconds=seconds))
-        return answer.report
+        return self._runtime.ask_on_a_line(wire.StacksOf(session=self._key, seconds=seconds)).report
 
     def status(self) -> SessionStatus:
         if self.open:
-            with self._runtime.line() as line:
-                for found in line.ask(wire.DescribeSessions(session=self._key)).sessions:
-                    return SessionStatus(**msgspec.structs.asdict(found))
+            request = wire.DescribeSessions(session=self._key)
+            for found in self._runtime.ask_on_a_line(request).sessions:
+                return SessionStatus(**msgspec.structs.asdict(found))
         ranks = tuple(
             wire.RankStatus(rank=rank, state="gone", pid=None, device="", memory=None)
             for rank in range(self.world_size)
@@ -799,7 +796,7 @@ def _steps_of(name: str) -> list[str]:
     return [first, *(f"_{each}" if each.isdigit() else each for each in others)]
 
 
-def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
+def _release_ranks(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
     """Have the ranks of a session that was forgotten leave, unless they are to stay; never waits."""
     if dismiss:
         runtime.note(wire.DismissSession(session=key))

@@ -392,6 +392,14 @@ class Request(msgspec.Struct, Generic[AnswerT_co], frozen=True, tag=True, kw_onl
     """What a client asks; the class says what answers it, besides `RequestFailed`."""
 
 
+class _JobRequest(Request[AnswerT_co], frozen=True):
+    job: int
+
+
+class _SessionRequest(Request[AnswerT_co], frozen=True):
+    session: str
+
+
 class Introduce(Request[RuntimeWelcome], frozen=True):
     """The first request of every connection."""
 
@@ -441,57 +449,43 @@ class SubmitJob(Request[Submitted | Stale], frozen=True):
     attempt: int | None = None
 
 
-class WatchJob(Request[JobSnapshot], frozen=True):
+class WatchJob(_JobRequest[JobSnapshot], frozen=True):
     """Send the job's state, then what it folds."""
 
-    job: int
 
-
-class UnwatchJob(Request[Done], frozen=True):
+class UnwatchJob(_JobRequest[Done], frozen=True):
     """Stop sending what the job folds."""
 
-    job: int
 
-
-class InterruptJob(Request[Done], frozen=True):
+class InterruptJob(_JobRequest[Done], frozen=True):
     """Interrupt a job; the second time, end its ranks. One that was not submitted yet never begins."""
 
-    job: int
 
-
-class InterruptSession(Request[Done], frozen=True):
+class InterruptSession(_SessionRequest[Done], frozen=True):
     """Interrupt the job of a session, once; refused while another client owns it."""
 
-    session: str
 
-
-class Reply(Request[Done], frozen=True):
+class Reply(_JobRequest[Done], frozen=True):
     """Answer a rank's question."""
 
-    job: int
     rank: int
     answer: wire.Answer
 
 
-class CloseSession(Request[Done], frozen=True):
+class CloseSession(_SessionRequest[Done], frozen=True):
     """End a session's ranks; answered once they have exited."""
 
-    session: str
 
-
-class RestartSession(Request[Done], frozen=True):
+class RestartSession(_SessionRequest[Done], frozen=True):
     """Replace a session's ranks; answered once the agent starts others.
 
     Refused while another client owns it.
     """
 
-    session: str
 
-
-class StacksOf(Request[StacksReport], frozen=True):
+class StacksOf(_SessionRequest[StacksReport], frozen=True):
     """Ask where a session's ranks are, at most `seconds`."""
 
-    session: str
     seconds: float = 1.0
 
 
@@ -501,22 +495,16 @@ class DescribeSessions(Request[Sessions], frozen=True):
     session: str = ""
 
 
-class ListJobs(Request[JobList], frozen=True):
+class ListJobs(_SessionRequest[JobList], frozen=True):
     """List a session's jobs, the oldest first."""
 
-    session: str
 
-
-class EventsOf(Request[JobEvents], frozen=True):
+class EventsOf(_JobRequest[JobEvents], frozen=True):
     """Return torchelastic's events of a job, once they are complete."""
 
-    job: int
 
-
-class LateOf(Request[LateWarnings], frozen=True):
+class LateOf(_JobRequest[LateWarnings], frozen=True):
     """Return the warnings since the end of a job."""
-
-    job: int
 
 
 class AttachSession(Request[Opened], frozen=True):

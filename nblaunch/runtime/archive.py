@@ -3,7 +3,7 @@
 What a job has printed is in the log files of its ranks; of all else its last state is kept. Older states are
 on disk alone, which may hang or be full: a thread writes them, and one that is not written stays in memory.
 
-All is for the hub's thread, but `PastJob.snapshot`, which may read a file.
+Everything here runs on the hub's thread, except `PastJob.snapshot`, which may read a file.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class ClientConnection:
             since=self.since,
         )
 
-    def is_of_the_process_of(self, other: ClientConnection) -> bool:
+    def same_process_as(self, other: ClientConnection) -> bool:
         """Whether one process has both connections. Only once both are authenticated."""
         one, another = self.record, other.record
         return (one.pid, one.node) == (another.pid, another.node)

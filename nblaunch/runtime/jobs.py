@@ -80,7 +80,7 @@ class RunningJob(Job):
         self.results = Counter([given_by.pid])
         """By process, how many results refer to it, or will."""
         self._takers: set[ClientConnection] = set()
-        """Those that have been told of its end, and may map the values."""
+        """Clients that know of its end, and may map the values."""
         self._values_released = False
         self.started = time.time()
         self.end: wire.JobEnd | None = None
@@ -180,7 +180,7 @@ class RunningJob(Job):
         if self._file is None:
             self._conclude()
         else:
-            # The result comes when the file has all: who waits for the one reads the other.
+            # Finish the file first: users read it as soon as the result is there.
             file, hub = self._file, self._hub
             self._file_due = time.monotonic() + _FILE_SECONDS
             file.close(lambda: hub.call(lambda: self._file_is_whole(file.problem)))
@@ -224,7 +224,7 @@ class RunningJob(Job):
         files = next((each for ranks in self.logs.values() for each in ranks.values()), None)
         return "" if files is None else str(Path(files.stdout).parents[2])
 
-    def let_values_go(self) -> None:
+    def drop_values(self) -> None:
         """Close what the ranks have returned: whoever watches the job now gets no values."""
         self._values_released = True
         self.release_values()
@@ -234,7 +234,7 @@ class RunningJob(Job):
         if connection in self._takers:
             self._takers.discard(connection)
             if not self._takers:
-                self.let_values_go()
+                self.drop_values()
 
     # --- those who watch -----------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class RunningJob(Job):
 
     def is_of(self, connection: ClientConnection) -> bool:
         """Whether this client's user may interrupt the job, and answers its questions."""
-        return self.owner is not None and self.owner.is_of_the_process_of(connection)
+        return self.owner is not None and self.owner.same_process_as(connection)
 
     def questions_for(self, connection: ClientConnection) -> tuple[messages.Asked, ...]:
         return self.known.questions if self.is_of(connection) else ()

@@ -72,7 +72,7 @@ class RequestHandler:
         self._ended: list[RuntimeSession] = []
         """Sessions that are over, and to whose logs results refer."""
         self.jobs: dict[int, RunningJob] = {}
-        self._early: dict[int, bool] = {}
+        self._waiting_jobs: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
         self.connections: Connections
         """The connections of its clients; set once this object exists, because they call its methods."""
@@ -261,15 +261,15 @@ class RequestHandler:
         if fresh is not None:
             return self._run_fresh(connection, request.order, fresh)
         session = self._session(request.session)
-        session.refuse_if_of_other_versions(connection)
+        session.refuse_other_versions(connection)
         if not request.order.query:
-            session.refuse_if_held_against(connection)
+            session.refuse_unless_owner(connection)
             session.take_jobs_of(connection)
         # Clients do not know of jobs that only query a rank.
         query = session.running if session.running is not None and session.running.order.query else None
         if query is None and not session.group.regroups:
             return self._begin(session, connection, request)
-        self._early[request.order.number] = False
+        self._waiting_jobs[request.order.number] = False
         return functools.partial(self._submit_after, query, session, connection, request)
 
     def _submit_after(
@@ -297,10 +297,10 @@ class RequestHandler:
     def _begin_late(
         self, session: RuntimeSession, connection: ClientConnection, request: wire.SubmitJob
     ) -> wire.AnswerToClient:
-        interrupted = self._early.pop(request.order.number, False)
+        interrupted = self._waiting_jobs.pop(request.order.number, False)
         if not request.order.query:
             # While it waited, another process may have taken the session.
-            session.refuse_if_held_against(connection)
+            session.refuse_unless_owner(connection)
         answer = self._begin(session, connection, request)
         job = self.jobs.get(request.order.number)
         if interrupted and job is not None:
@@ -345,8 +345,8 @@ class RequestHandler:
 
     def _interrupt_job(self, connection: ClientConnection, request: wire.InterruptJob) -> _Served:
         job = self.jobs.get(request.job)
-        if request.job in self._early:
-            self._early[request.job] = True
+        if request.job in self._waiting_jobs:
+            self._waiting_jobs[request.job] = True
         # One that has lost the session may not know that yet.
         if job is not None and job.is_of(connection):
             job.interrupt()
@@ -354,7 +354,7 @@ class RequestHandler:
 
     def _interrupt_session(self, connection: ClientConnection, request: wire.InterruptSession) -> _Served:
         session = self._session(request.session)
-        session.refuse_if_held_against(connection)
+        session.refuse_unless_owner(connection)
         session.interrupt()
         return wire.Done()
 
@@ -385,7 +385,7 @@ class RequestHandler:
             job.taken_by(connection)
         for session in self.sessions.values():
             # Those that watch map them too: the owner may not have them yet.
-            if session.held_against(connection) is None:
+            if session.other_owner(connection) is None:
                 session.archive.taken(request.job)
         return None
 
@@ -407,7 +407,7 @@ class RequestHandler:
         job = self.jobs.pop(number, None)
         if job is None:
             return
-        job.let_values_go()
+        job.drop_values()
         if not job.order.internal:
             self._events[number] = job.events
             while len(self._events) > _RELEASED_EVENTS:
@@ -502,7 +502,7 @@ class RequestHandler:
 
     def _restart(self, connection: ClientConnection, request: wire.RestartSession) -> _Served:
         session = self._session(request.session)
-        session.refuse_if_held_against(connection)
+        session.refuse_unless_owner(connection)
 
         return session.restart
 
@@ -520,7 +520,7 @@ class RequestHandler:
     def _attach(self, connection: ClientConnection, request: wire.AttachSession) -> _Served:
         session = self._session(request.session)
         session.follow(connection, take=request.take)
-        other = session.held_against(connection)
+        other = session.other_owner(connection)
         held_by = None if other is None else other.record
 
         def attached() -> wire.AnswerToClient:
