@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = LIBRARIES.get(item.path.name, ())
         missing = [each for each in needed if importlib.util.find_spec(each) is None]
         if missing:
-            item.add_marker(pytest.mark.skip(f"{', '.join(missing)} missing (see CONTRIBUTING.md)"))
+            item.add_marker(pytest.mark.skip(f"{', '.join(missing)} missing (see notebooks/docs/testing.md)"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,4 +48,4 @@ def needs(*libraries: str) -> None:
     if absent and os.environ.get("CI"):
         pytest.fail(f"{', '.join(absent)} missing, and CI runs these tests", pytrace=False)
     if absent:
-        pytest.skip(f"{', '.join(absent)} missing (see CONTRIBUTING.md)")
+        pytest.skip(f"{', '.join(absent)} missing (see notebooks/docs/testing.md)")

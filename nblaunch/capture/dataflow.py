@@ -147,14 +147,12 @@ def _in_same_scope(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def args_of(node: FunctionNode) -> list[ast.arg]:
-    """Return a function's parameters."""
     args = node.args
     starred = [arg for arg in (args.vararg, args.kwarg) if arg is not None]
     return [*args.posonlyargs, *args.args, *args.kwonlyargs, *starred]
 
 
 def defaults_of(node: FunctionNode) -> list[ast.expr]:
-    """Return the defaults of a function's parameters."""
     return [*node.args.defaults, *(default for default in node.args.kw_defaults if default is not None)]
 
 
@@ -164,7 +162,6 @@ def imported_name(alias: ast.alias) -> str:
 
 
 def are_annotations_lazy(tree: ast.Module) -> bool:
-    """Return whether annotations are evaluated lazily."""
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     return sys.version_info >= (3, 14) or any(
         node.module == "__future__" and any(alias.name == "annotations" for alias in node.names)
@@ -228,7 +225,6 @@ class Flow:
         )
 
     def deleting(self, variable: Variable) -> Flow:
-        """Return the flow after `del variable`."""
         return replace(
             self,
             sure=self.sure - {variable},
@@ -282,7 +278,6 @@ class FlowVisitor(ast.NodeVisitor, ABC):
         """Record that `name` loses its value."""
 
     def visit_all(self, nodes: Iterable[ast.AST]) -> None:
-        """Visit `nodes`, one after the other."""
         for node in nodes:
             self.visit(node)
             self._reached |= self.flow

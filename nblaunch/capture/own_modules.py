@@ -51,7 +51,6 @@ class FilePrint(NamedTuple):
 
 
 def digest_of(content: bytes) -> bytes:
-    """Return the digest that identifies content."""
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -110,7 +109,6 @@ def is_installed(path: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _installed() -> tuple[str, ...]:
-    """Return the directories of the standard library and of installed packages."""
     paths = sysconfig.get_paths()
     found = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     with contextlib.suppress(AttributeError):  # an embedded Python may have none
@@ -140,7 +138,6 @@ def _project_of(directory: str) -> str:
 
 
 def is_below(path: str, directories: Iterable[str]) -> bool:
-    """Whether a path is one of these directories, or inside one."""
     return any(path == each or path.startswith(each.rstrip("/") + "/") for each in directories)
 
 

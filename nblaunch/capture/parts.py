@@ -13,6 +13,7 @@ import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cloudpickle import cloudpickle as _cloudpickle
@@ -71,7 +72,6 @@ def parts_of(whole: Any) -> Iterator[Part]:
 
 
 def is_leaf(container: Any) -> bool:
-    """Return whether a container holds numbers and texts only."""
     values = container.values() if isinstance(container, dict) else ()
     return LEAVES.issuperset(map(type, container)) and LEAVES.issuperset(map(type, values))
 
@@ -92,6 +92,16 @@ def is_by_value(obj: type | types.FunctionType | types.ModuleType) -> bool:
     if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:
         return False
     return not _cloudpickle._should_pickle_by_reference(obj)  # noqa: SLF001 - its own answer, never ours
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Unpickles as what this makes, as `__reduce__` says it."""
+
+    reduced: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
 
 
 # Attributes
@@ -115,7 +125,6 @@ def attributes_of(obj: object) -> dict[str, Any] | None:
 
 
 def set_attributes(obj: object, attributes: Mapping[str, Any]) -> None:
-    """Set attributes in the `__dict__` of an object, as pickle does."""
     obj.__dict__.update(attributes)
 
 
@@ -133,7 +142,6 @@ def attributes(whole: object) -> Iterator[tuple[str, object]]:
 
 
 def named_parts(whole: object, named: Iterable[tuple[object, Any]]) -> Iterator[Part]:
-    """Yield attributes of an object as its parts."""
     is_module = tensors.is_module(whole)
     for name, value in named:
         if is_module and name in TORCH_CHILDREN and issubclass(type(value), dict):
@@ -220,7 +228,6 @@ def _iterate(whole: Iterable[object]) -> list[object]:
 
 
 def _array_elements(array: Any) -> Iterator[Part]:
-    """Yield the elements of NumPy's array of objects."""
     for place, element in sys.modules["numpy"].ndenumerate(array):
         yield "".join(f"[{index}]" for index in place), element
 
@@ -249,7 +256,6 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Part]:
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the variables of a closure that have a value."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a cell is empty until the variable is defined

@@ -38,7 +38,7 @@ from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import arrays, identity, push, recipes, tensors
 from nblaunch.capture.annotations import annotation_names
-from nblaunch.capture.parts import LEAVES, global_names
+from nblaunch.capture.parts import LEAVES, Made, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -98,15 +98,7 @@ _NAMESPACE = 0
 """The key of the notebook's namespace, which no object has: on a rank it is the rank's own."""
 
 
-class _MainGlobals:
-    """Unpickles as the globals of the process's own `__main__`."""
-
-    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
-        return main_globals, ()
-
-
 def main_globals() -> dict[str, Any]:
-    """Return the globals of this process's `__main__`."""
     return sys.modules["__main__"].__dict__
 
 
@@ -171,7 +163,6 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
 
 def is_pandas(kind: type) -> bool:
-    """Return whether objects of a class are pandas's own."""
     module: object = kind.__module__  # a metaclass may have put anything there
     return isinstance(module, str) and module.startswith("pandas.") and kind not in copyreg.dispatch_table
 
@@ -254,10 +245,9 @@ class Outbound(_ValuePickler):
     def _add_notebook(self, globals_: dict[str, Any]) -> None:
         self._notebook.add(id(globals_))
         # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-        self.globals_ref[id(globals_)] = _MainGlobals()
+        self.globals_ref[id(globals_)] = Made((main_globals, ()))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         is_notebooks = self.is_notebooks(obj)  # first: it may find out which dictionary is the notebook
         reduced = super().reducer_override(obj)
         if is_notebooks and isinstance(reduced, tuple):
@@ -391,7 +381,6 @@ class Homebound(_ValuePickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
         tensors.refuse_bound(obj)
@@ -515,23 +504,22 @@ def dumps(
     goes along. With `trim` a view of a large tensor takes along only the part of its storage that it shows.
     Raises whatever the objects raise.
     """
-    if known is None:
-        kind: type[Outbound] = Outbound
-    else:
-        kind = _Refreshing if push else _Identifying
-    make = functools.partial(kind, namespace=namespace, known=known)
-    if known is None:
-        memories = arrays.TrimmedMemories if trim else arrays.WholeMemories
-        try:
-            return _packed(value, make, memories)
-        except Exception:  # noqa: BLE001 - whatever the objects raise
-            # The namespace has much in it that cannot be sent: perhaps an object holds it.
-            return _packed(value, functools.partial(Guarded, namespace=namespace, known=None), memories)
-    return _packed(value, make, functools.partial(arrays.WholeMemories, known.key_of, known.memories))
+
+    def packed(kind: type[Outbound], memories: Callable[..., arrays.WholeMemories]) -> Packed:
+        return _packed(value, functools.partial(kind, namespace=namespace, known=known), memories)
+
+    if known is not None:
+        there = functools.partial(arrays.WholeMemories, known.key_of, known.memories)
+        return packed(_Refreshing if push else _Identifying, there)
+    memories = arrays.TrimmedMemories if trim else arrays.WholeMemories
+    try:
+        return packed(Outbound, memories)
+    except Exception:  # noqa: BLE001 - whatever the objects raise
+        # The namespace has much in it that cannot be sent: perhaps an object holds it.
+        return packed(Guarded, memories)
 
 
 def dumps_home(value: object) -> Packed:
-    """Pickle a rank's value for the notebook."""
     return _packed(value, Homebound, functools.partial(arrays.TrimmedMemories, writable=True))
 
 

@@ -20,7 +20,6 @@ _BUSY_SHELL = (7, 4)
 
 
 def front_end() -> Iterator[Finding]:
-    """Report how runs will be shown here."""
     name = "notebook"
     wanted = os.environ.get(DISPLAY_VARIABLE) or "auto"
     if wanted not in DISPLAY_MODES:

@@ -18,12 +18,13 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from nblaunch.capture.capture import cell_source
 from nblaunch.capture.dataflow import FunctionNode, extends_property, scope_of
 from nblaunch.capture.identity import has_identity
 from nblaunch.capture.parts import class_attributes, closure_of, fact_of
 from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, evaluates_to, is_same
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
-from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line, source_of
+from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line
 
 _DATA = (int, float, bool, str, bytes, type(None), list, dict, set, tuple)
 _WITHOUT_STATE = (type, types.ModuleType, types.BuiltinFunctionType)
@@ -123,7 +124,7 @@ class Drift:
             if isinstance(value, types.FunctionType):
                 self._check_closure(value, node, decorators, scope)
             yield from _attributes(target, value, certain=False)
-            inner = _wrapped(value)
+            inner = fact_of(value, "__wrapped__")
             if inner is None:
                 return
             value, target = inner, f"{target}.__wrapped__"
@@ -139,27 +140,31 @@ class Drift:
         if id(function) in self._checked:
             return
         self._checked.add(id(function))
-        if source_of(function.__code__) is None:
+        if not _is_from_cell(function):
             self._check_registered(function, node)
             return
         arguments = [each for root in given for each in _arguments(root)]
         for variable, value in closure_of(function).items():
-            if _is_made_by(value, node):
+            if isinstance(node, FunctionNode) and _is_made_by(value, node):
                 # What `functools.wraps` leads to, statements can reach.
-                if _wrapped(function) is not value and list(self._of_function("", value, node, scope)):  # type: ignore[arg-type] # a function's
+                reached = fact_of(function, "__wrapped__") is value
+                if not reached and list(self._of_function("", value, node, scope)):
                     raise NotRemadeError(certain=True)
             elif isinstance(value, types.FunctionType):
                 self._check_closure(value, node, given, scope)
-            elif not isinstance(value, _WITHOUT_STATE) and not _wrapped(value):
+            elif not isinstance(value, _WITHOUT_STATE) and not fact_of(value, "__wrapped__"):
                 self._check_variable(value, arguments, _assigned(function, variable), scope)
 
     def _check_registered(self, function: types.FunctionType, node: ast.AST) -> None:
         """Raise `NotRemadeError` where a library's wrapper was given more functions: `singledispatch`."""
         for value in closure_of(function).values():
-            if isinstance(value, types.FunctionType) and source_of(value.__code__) is None:
+            if isinstance(value, types.FunctionType) and not _is_from_cell(value):
                 self._check_closure(value, node, (), {})
             for each in value.values() if type(value) is dict else ():
-                ours = isinstance(each, types.FunctionType) and source_of(each.__code__) is not None
+                ours = (
+                    isinstance(each, types.FunctionType)
+                    and cell_source(each.__code__.co_filename) is not None
+                )
                 if ours and not _is_made_by(each, node):
                     raise NotRemadeError(certain=True)
 
@@ -310,8 +315,9 @@ def _is_made_by(value: Any, node: ast.AST) -> bool:
     return code.co_name == name and first <= code.co_firstlineno <= (node.end_lineno or node.lineno)
 
 
-def _wrapped(value: Any) -> Any:
-    return fact_of(value, "__wrapped__")
+def _is_from_cell(value: Any) -> bool:
+    """Return whether a value is a function that a cell of the notebook has defined."""
+    return isinstance(value, types.FunctionType) and cell_source(value.__code__.co_filename) is not None
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -322,7 +328,7 @@ def _attributes(target: str, function: Any, *, certain: bool) -> Iterator[Patch]
     """Yield the attributes of a function; where `certain`, it had none when it was made."""
     if not isinstance(function, types.FunctionType | type(functools.cache(id))):
         return  # what a library makes of a function has attributes of its own
-    ours = isinstance(function, types.FunctionType) and source_of(function.__code__) is not None
+    ours = _is_from_cell(function)
     for name, value in vars(function).items():
         if certain and not name.isidentifier():
             raise NotRemadeError(certain=True)
@@ -346,7 +352,7 @@ def _assigned(function: types.FunctionType, variable: str) -> list[ast.expr]:
     """Return what the functions around `function` assign to a variable, defaults of parameters included."""
     code = function.__code__
     found: list[ast.expr] = []
-    for outer in ast.walk(ast.parse(source_of(code) or "")):
+    for outer in ast.walk(ast.parse(cell_source(code.co_filename) or "")):
         if not isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if not outer.lineno <= code.co_firstlineno <= (outer.end_lineno or outer.lineno):

@@ -84,7 +84,6 @@ def is_same(first: Any, second: Any) -> bool:
 
 
 def evaluated(node: ast.expr, scope: Mapping[str, Any]) -> Any:
-    """Return what an expression gives. Raises `UnknownError`."""
     match node:
         case ast.Constant(value=value):
             return value

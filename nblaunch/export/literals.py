@@ -69,7 +69,6 @@ class LiteralWriter:
     """Writes one value; `imports` and `names` are what the text refers to."""
 
     def __init__(self, own: Own = lambda _: None) -> None:
-        """`own` knows the functions and classes of the notebook that the script defines."""
         self.imports: set[Import] = set()
         self.names: set[str] = set()
         self.memory: set[int] = set()
@@ -254,7 +253,6 @@ def _no() -> str:
 
 
 def quoted(text: str | bytes) -> str:
-    """Return a text in double quotes, as formatters write it."""
     written = repr(text)
     prefix = "b" if isinstance(text, bytes) else ""
     body = written[len(prefix) :]

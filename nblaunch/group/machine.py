@@ -1,4 +1,4 @@
-"""What the pure machines of groups have in common: a step, messages to ranks, and surveys of ranks."""
+"""The base of the pure machines of groups: a step, messages to ranks, and surveys of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Machine(Generic[_State, _Action]):
         self.actions: list[_Action] = []
 
     def act(self, *actions: _Action) -> None:
-        """Add to the actions."""
         self.actions += actions
 
     def set(self, actions: Iterable[_Action] = (), /, **changes: Any) -> None:
@@ -59,7 +58,7 @@ Sends = tuple[Send, ...]
 
 
 class LocateRanks(msgspec.Struct, frozen=True):
-    """Somebody wants to know where the ranks are, or these of them, which have `seconds` for an answer."""
+    """Find out where all ranks are, or these ones; they have `seconds` for an answer."""
 
     number: int
     seconds: float
@@ -73,7 +72,7 @@ class RestartAsked(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """The question where ranks are: those that have not answered, and the answers of the others."""
+    """Ranks that were asked where they are: the missing ones, and the answers of the others."""
 
     missing: frozenset[int]
     until: float = float("inf")
@@ -86,7 +85,6 @@ class Survey(msgspec.Struct, frozen=True):
         return survey, tuple(Send(rank, ReportWhere()) for rank in sorted(survey.missing))
 
     def with_answer(self, answer: Where) -> Survey:
-        """Return the survey with one rank's answer."""
         return Survey(self.missing - {answer.rank}, self.until, {**self.answers, answer.rank: answer})
 
     def over(self, now: float) -> bool:

@@ -120,7 +120,6 @@ class RankAgent(LocalElasticAgent):
         self._waker.wake()
 
     def adopt(self, settings: AgentSettings) -> None:
-        """Go on with these settings."""
         self.settings = settings
 
     def restart(self) -> None:
@@ -135,7 +134,6 @@ class RankAgent(LocalElasticAgent):
         self._waker.wake()
 
     def complete_rendezvous(self, directed: CompleteRendezvous) -> None:
-        """Complete the rendezvous for which the agent waits."""
         if self._directed is not None:
             self._directed.complete_rendezvous(directed)
 
@@ -150,7 +148,6 @@ class RankAgent(LocalElasticAgent):
         return bool(sentinels) and not connection.wait(sentinels, timeout=0)
 
     def skip_grace(self) -> None:
-        """Skip what is left of the grace period."""
         self._grace_over.set()
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
@@ -185,7 +182,6 @@ class RankAgent(LocalElasticAgent):
             return result
 
     def close(self) -> None:
-        """Close what the agent has opened itself, once it has run."""
         self._waker.close()
 
     def _assign_worker_ranks(self, *arguments: Any, **keywords: Any) -> list[AssignedRank]:
@@ -208,11 +204,15 @@ class RankAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._raise_if_stopped()
-        # The nodes that join start theirs once the notebook's are there, under the same number.
         store: Any = worker_group.store
-        self._attempt = (
-            self.rendezvous.read_attempt(store, self._stop) if self._follows else self._attempt + 1
-        )
+        numbers = self.rendezvous if isinstance(self.rendezvous, rendezvous.AttemptNumbers) else None
+        if self._directed is not None:
+            self._attempt = self._directed.directed.attempt
+        elif self._follows and numbers is not None:
+            # The nodes that join start theirs once the notebook's are there, under the same number.
+            self._attempt = numbers.read_attempt(store, self._stop)
+        else:
+            self._attempt += 1
         world_size = worker_group.workers[0].world_size
         self._events.attempt_starting(self._attempt, world_size, self._reason)
         # Only now: until the hub knows of this attempt it may still release ranks of the one before.
@@ -245,8 +245,8 @@ class RankAgent(LocalElasticAgent):
             for worker in worker_group.workers
         )
         self._events.attempt_started(self._attempt, world_size, workers)
-        if not self._follows:
-            self.rendezvous.post_attempt(store, self._attempt)
+        if numbers is not None and not self._follows:
+            numbers.post_attempt(store, self._attempt)
         self._reason = "membership"  # unless a failure is seen first
         return pids
 
@@ -493,7 +493,6 @@ class AgentThread:
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def _supervise(self) -> None:
@@ -523,7 +522,6 @@ class AgentThread:
         self._events.agent_ended(error)
 
     def stop(self) -> None:
-        """End the run from outside."""
         agent = self.agent
         if agent is not None:
             agent.stop()
@@ -535,12 +533,10 @@ class AgentThread:
             self._events.agent_ended(None)
 
     def all_alive(self) -> bool:
-        """Whether no process of this attempt has ended."""
         agent = self.agent
         return agent is not None and agent.all_alive()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread's end, for `timeout` seconds at most."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
 

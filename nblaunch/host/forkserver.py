@@ -43,7 +43,7 @@ _private_util: Any = util
 _read_signed: Callable[[int], int] = forkserver.read_signed
 
 LOST = "was lost with the fork server, which all ranks are forks of (killed, or out of memory)"
-"""Why a rank ended whose exit code nobody can read."""
+"""The reason for the end of a rank whose exit code is lost."""
 
 _ADOPTION_SECONDS = 5.0
 _BOOT_STEP = 0.05
@@ -113,7 +113,6 @@ class Server:
         os._exit(1)
 
     def loaded_under(self) -> dict[str, str]:
-        """Return the environment under which the fork server has loaded torch."""
         return self._environ
 
     @contextlib.contextmanager
@@ -164,7 +163,7 @@ class Server:
             self._answers(keeper.SWEEP)
 
     def last_words(self) -> str:
-        """Return what the fork server has printed: why it did not start, if it did not."""
+        """Return the output of the fork server, which explains a failed start."""
         text = ""
         with contextlib.suppress(OSError):
             text = self._log.read_text(errors="replace")[-4000:]
@@ -323,7 +322,7 @@ class RankPopen(popen_forkserver.Popen):
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code, or None while the process lives.
 
-        Where the server is gone there is none to read, and the rank has been killed with it.
+        If the server is gone, the rank was killed with it, and its exit code is lost.
         """
         if self.returncode is None and connection.wait(
             [self.sentinel], timeout=0 if flag == os.WNOHANG else None
@@ -354,9 +353,13 @@ class RankProcess(process.BaseProcess):
     _args: tuple[object, ...]
 
     def start(self) -> None:
-        """Fork the process from our server."""
         # A rank that fails too early to report it would write an error file, which nobody reads or removes.
-        self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
+        self._args = tuple(
+            os.devnull
+            if isinstance(each, str) and os.path.basename(each).startswith("pytorch-errorfile-")
+            else each
+            for each in self._args
+        )
         super().start()
         _on_this_thread.forked.append(self)
         # It is the agent's to wait for, and the keeper's to end: `multiprocessing` would wait for it at the
@@ -374,10 +377,6 @@ class RankProcess(process.BaseProcess):
         return RankPopen(process_obj)
 
 
-def _is_error_file(argument: object) -> bool:
-    return isinstance(argument, str) and os.path.basename(argument).startswith("pytorch-errorfile-")
-
-
 class ReturnSlot:
     """Stands in for the queue by which torchelastic receives a value: ours go through the hub.
 
@@ -391,7 +390,6 @@ class ReturnSlot:
         """Do nothing: runs in the rank, whose value has been sent."""
 
     def empty(self) -> bool:
-        """Return whether the rank is still wanted."""
         return not self.released
 
     def get(self) -> None:
@@ -414,7 +412,6 @@ class RankContext(context.BaseContext):
     Process = RankProcess
 
     def get_start_method(self, allow_none: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002 - as inherited
-        """Return our own name."""
         return self._name
 
     def SimpleQueue(self) -> ReturnSlot:  # type: ignore[override]  # noqa: N802 - as inherited
@@ -458,7 +455,6 @@ def try_fork(server: Server, seconds: float, *, architectures: bool) -> tuple[st
 
 
 def kill_group(pid: int) -> None:
-    """Kill a rank and its process group at once."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

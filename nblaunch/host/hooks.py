@@ -223,7 +223,6 @@ class KeptLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Return the directory of all files."""
         return str(self._chosen.root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -293,7 +292,6 @@ class FilteredLines:
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """Copy the remaining lines, and close the file."""
         self._finished.set()
         for each in self._threads:
             each.join()

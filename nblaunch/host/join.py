@@ -47,7 +47,7 @@ AT_END = "NBLAUNCH_NODE_AT_END"
 _PLACES = (PLACE, "SLURM_NODEID")
 
 LIVE = "nblaunch.host.node_main:live"
-"""What the node program calls, by name: the command does not import it."""
+"""The entry point of the node program, by name: the command does not import it."""
 READY, HEEDED = b"\xff", b"\0"
 CUT_OFF = 4
 """The exit status of a node whose connection has ended."""
@@ -83,7 +83,7 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOrder:
-    """What a node program is to do."""
+    """The order to a node program."""
 
     endpoint: str
     """The notebook's HOST:PORT; empty: the rendezvous that the options name."""
@@ -94,7 +94,6 @@ class ProgramOrder:
     """Variables in which the command's environment differs from the fork server's; None: not set."""
 
     def encode(self) -> bytes:
-        """Return it as one line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
@@ -142,7 +141,6 @@ def join(arguments: Sequence[str]) -> int:
 
 
 def failed(why: str, status: int) -> int:
-    """Print why a node ends, and return the exit status."""
     print(f"nblaunch join: {why}", file=sys.stderr, flush=True)  # noqa: T201 - a command line
     return status
 
@@ -162,7 +160,7 @@ def _refuse_foreign(options: LaunchOptions, own: Container[Option]) -> None:
 
 
 def _check(endpoint: str, options: LaunchOptions) -> None:
-    """Raise `OptionError` for what is wrong without regard to this machine."""
+    """Raise `OptionError` for options that are wrong on any machine."""
     if endpoint:
         _refuse_foreign(options, _OF_A_PLACED_NODE)
         host, _, port = endpoint.rpartition(":")
@@ -253,7 +251,7 @@ def _passing(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None
 
 
 def _await_end(keeper: subprocess.Popen[bytes]) -> None:
-    """Wait until the keeper has ended all that it kept; what it cannot end does not hold this process."""
+    """Wait until the keeper has ended its processes, but not for processes that cannot be killed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         keeper.wait(_END_SECONDS)
     if keeper.poll() is None:
@@ -290,7 +288,7 @@ def _fails(command: Sequence[str]) -> bool:
 
 
 def _listens(endpoint: str) -> bool | None:
-    """Whether somebody listens there; None if there is no answer."""
+    """Whether the port is open; None without an answer."""
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _TRIAL_SECONDS).close()

@@ -48,7 +48,7 @@ from nblaunch._process_tree import become_subreaper, die_with_parent
 from nblaunch.host import descriptors
 
 ORDER = struct.Struct("<cBH")
-"""What an order begins with: its kind, its number, and the length of the rest."""
+"""The header of an order: its kind, its number, and the length of the rest."""
 SWEEP = b"s"
 PING = b"p"
 END = b"e"
@@ -72,7 +72,7 @@ GONE = errno.ESRCH
 """There is no fork server."""
 
 Birth = tuple[str, tuple[int, ...]]
-"""What the runtime calls when it has been forked, and the descriptors that are its own."""
+"""The function that the forked runtime calls, and its own descriptors."""
 
 _PATIENCE = 0.02
 _TRACKER_PATIENCE = 1.0

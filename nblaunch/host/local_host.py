@@ -1,4 +1,4 @@
-"""What a runtime or a node has once to run ranks.
+"""The parts that a runtime or a node has once, to run ranks.
 
 Each part is made when it is first used, and stands on those above it:
 

@@ -19,7 +19,7 @@ from nblaunch._results import read_text
 from nblaunch.protocol.messages import Offsets, Printed, Stream
 
 MOST_BYTES = 256 << 20
-"""So much is kept of a private log file: of what a rank prints to stdout, and of what it prints to stderr."""
+"""The most that is kept of each private log file."""
 _STEP = 1 << 20
 # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
 _HOLE = 2 | 1
@@ -43,7 +43,7 @@ class LogFile:
         return 0
 
     def unread(self, end: int) -> Iterator[bytes]:
-        """Yield what has not been read yet before `end`."""
+        """Yield the unread bytes before `end`."""
         if end <= self.position:
             return
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ class LogFile:
 
     @property
     def printed(self) -> int:
-        """Where the text ends that was read; a character that is not whole yet is not."""
+        """The end of the decoded text, which excludes an incomplete character."""
         return self.position - (0 if self.decoder is None else len(self.decoder.getstate()[0]))
 
     def free(self, end: int) -> None:
@@ -118,7 +118,6 @@ class LogTail:
 
     @property
     def printed(self) -> Offsets:
-        """Where the text ends that was read."""
         return Offsets(*(file.printed for file in self._files.values()))
 
     def up_to(self, offsets: Offsets) -> Iterator[Printed]:
@@ -127,7 +126,6 @@ class LogTail:
         yield from self._read(Stream.STDERR, offsets.stderr)
 
     def rest(self) -> Iterator[Printed]:
-        """Yield all text that is left."""
         for stream, file in self._files.items():
             yield from self._read(stream, file.size())
 
@@ -137,12 +135,10 @@ class LogTail:
             file.free(file.position if before is None else getattr(before, stream.value))
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
 
     def skip_to(self, offsets: Offsets) -> None:
-        """Skip the text before a moment."""
         self._files[Stream.STDOUT].position = offsets.stdout
         self._files[Stream.STDERR].position = offsets.stderr
 

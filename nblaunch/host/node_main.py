@@ -55,7 +55,7 @@ from nblaunch.host.process_options import (
     process_settings,
     unheeded,
 )
-from nblaunch.host.reach import Probe, interfaces, try_later
+from nblaunch.host.reach import Probe, interfaces, try_all
 from nblaunch.host.relay import NodeRelay, of_this_machine, orders_of, send_to_notebook
 from nblaunch.host.settings import DIRECTED, AgentSettings, ProcessSettings, RendezvousConfig
 from nblaunch.host.wire import Inventory
@@ -134,7 +134,9 @@ def _serve(runtime: LocalHost, order: ProgramOrder, link: sockets.socket) -> int
         if order.endpoint:
             _take_signals(link, signals, stopped)
             return NodeHost(runtime, order.endpoint, key, options).serve(signals, _joined)
-        _check_here(options)
+        check_start_method(options.start_method)
+        here = place_ranks(options.nproc_per_node, "gloo", os.environ)
+        check_process_options(options, here, os.environ)
         _take_signals(link, signals, stopped)
         return _join_run(runtime, options, key, signals, stopped)
     except OptionError as error:
@@ -161,11 +163,6 @@ def _take_signals(link: sockets.socket, signals: list[int], stopped: threading.E
     link.send(READY)
     if link.recv(1) == HEEDED:
         threading.Thread(target=take, name="nblaunch-signals", daemon=True).start()
-
-
-def _check_here(options: LaunchOptions) -> None:
-    check_start_method(options.start_method)
-    check_process_options(options, place_ranks(options.nproc_per_node, "gloo", os.environ), os.environ)
 
 
 def _joined(name: str, nproc: int) -> None:
@@ -224,7 +221,7 @@ def _gpus() -> tuple[str, tuple[str, ...]]:
 
 
 class OutOfReachError(LaunchError):
-    """Nobody answers at the notebook's address."""
+    """There is no answer at the notebook's address."""
 
 
 class CutOffError(LaunchError):
@@ -256,7 +253,11 @@ class NodeHost:
         """The connection's descriptor, which ZMQ owns, and the limit of its silence in seconds."""
         self._data: DataSocket | None = None
         self._relays: dict[str, NodeRelay] = {}
-        self._code = NodeCode(runtime.directory.make("code-"), self._send, self._run_aside)
+        self._code = NodeCode(
+            runtime.directory.make("code-"),
+            self._send,
+            lambda work, then: runtime.hub.run_aside("nblaunch-code", work, then),
+        )
         self._next_poll = 0.0
         self._finished = self._cut_off = False
         self._why = ""
@@ -452,17 +453,6 @@ class NodeHost:
             self._check_signals()  # a rank's exit may be due to the same signal
         send_to_notebook(self._socket, message, data)
 
-    def _run_aside(
-        self, work: Callable[[], frozenset[bytes]], then: Callable[[frozenset[bytes]], None]
-    ) -> None:
-        """Do something that takes a while on a thread of its own."""
-
-        def do() -> None:
-            found = work()
-            self._runtime.hub.call(lambda: then(found))
-
-        threading.Thread(target=do, name="nblaunch-code", daemon=True).start()
-
     def _check_signals(self) -> None:
         """Report new signals: the ranks are to save, or this node is to leave."""
         for number in self._signals[self._noticed :]:
@@ -521,16 +511,17 @@ class NodeHost:
                 probe = Probe(self._address, self._key, self._ports)
                 self._send(wire.ProbeOpen(port=probe.port, interfaces=interfaces()))
             case wire.Try(targets=targets):
-                try_later(targets, self._address, self._key, self._report_reached)
+                self._runtime.hub.run_aside(
+                    "nblaunch-reach",
+                    lambda: try_all(targets, self._address, self._key),
+                    lambda results: self._send(wire.Reachable(results=results)),
+                )
             case wire.Refused(why=why):
                 self._finished, self._why = True, why
             case _:
                 relay = self._relays.get(getattr(message, "group", ""))
                 if relay is not None:
                     relay.obey(message, data)
-
-    def _report_reached(self, results: tuple[wire.ReachResult, ...]) -> None:
-        self._runtime.hub.call(lambda: self._send(wire.Reachable(results=results)))
 
     def _open(self, opened: wire.OpenGroup) -> None:
         """Prepare a group; its agent then waits for a rendezvous."""
@@ -606,7 +597,6 @@ def _directory(opened: wire.OpenGroup) -> bytes:
 def _processes(
     processes: ProcessSettings, environ: Mapping[str, str], loaded_under: Mapping[str, str]
 ) -> ProcessSettings:
-    """Return how processes start on this machine."""
     if torch.backends.cuda.is_built() and needs_new_python(environ, loaded_under):
         processes = replace(processes, start_method="spawn")
     return replace(processes, environ=encoded(environ) if processes.start_method == "spawn" else ())
@@ -621,7 +611,6 @@ def _refused() -> LaunchError:
 
 
 def _own_end(fd: int) -> str:
-    """Return the address of this machine's end of a connection."""
     with sockets.socket(fileno=os.dup(fd)) as connection:
         return str(connection.getsockname()[0]).removeprefix("::ffff:")
 

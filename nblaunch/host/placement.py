@@ -123,7 +123,7 @@ def place_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _Accelerator:
-    """What this torch computes on beside the CPU: kind, number, and backend if there is one."""
+    """The accelerators of this torch: kind, number, and backend if there is one."""
 
     kind: str
     count: int

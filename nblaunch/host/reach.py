@@ -88,7 +88,6 @@ class Probe:
         self._thread.start()
 
     def close(self) -> None:
-        """Close it now."""
         self._over.set()
         self._thread.join()
 
@@ -136,18 +135,6 @@ def interfaces() -> tuple[str, ...]:
 # --- trying --------------------------------------------------------------------------------------------
 
 
-def try_later(
-    targets: Sequence[ReachTarget],
-    address: str,
-    key: bytes,
-    then: Callable[[tuple[ReachResult, ...]], None],
-) -> None:
-    """Run `try_all` on a new thread, which calls `then` with the results."""
-    threading.Thread(
-        target=lambda: then(try_all(targets, address, key)), name="nblaunch-reach", daemon=True
-    ).start()
-
-
 def try_all(targets: Sequence[ReachTarget], address: str, key: bytes) -> tuple[ReachResult, ...]:
     """Connect to all targets from `address` ("": any), many at a time, for at most 2 s."""
     results: list[ReachResult] = []
@@ -180,7 +167,7 @@ class _Trial:
     def __init__(self, target: ReachTarget, address: str, key: bytes) -> None:
         self._target, self._key = target, key
         self.nonce = b""
-        """What the far side of a connection was asked."""
+        """The challenge that was sent."""
         self.error: str | None = None
         family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
@@ -195,7 +182,6 @@ class _Trial:
             self.error = _name_of(number)
 
     def go_on(self) -> None:
-        """Take the next step after a connection or an answer."""
         try:
             if self.nonce:
                 code = self.socket.recv(_CODE_BYTES)
@@ -277,7 +263,6 @@ class ReachCheck:
             send(name, OpenProbe())
 
     def take(self, node: str, message: ProbeOpen | Reachable) -> None:
-        """Take a node's answer."""
         if isinstance(message, ProbeOpen):
             self._opened[node] = message
         else:
@@ -285,7 +270,6 @@ class ReachCheck:
         self._go_on()
 
     def lost(self, node: str) -> None:
-        """Go on without a node."""
         self._nodes.pop(node, None)
         self._trying -= {node}
         self._go_on()
@@ -317,11 +301,11 @@ class ReachCheck:
         self._trying = frozenset(targets)
         for name in self._nodes:
             self._send(name, Try(targets=targets[name]))
-
-        def here(results: tuple[ReachResult, ...]) -> None:
-            self._hub.call(lambda: self.take("", Reachable(results=results)))
-
-        try_later(targets[""], self._store.address, self._key, here)
+        self._hub.run_aside(
+            "nblaunch-reach",
+            lambda: try_all(targets[""], self._store.address, self._key),
+            lambda results: self.take("", Reachable(results=results)),
+        )
 
 
 # --- what it means -------------------------------------------------------------------------------------
@@ -391,7 +375,7 @@ class _Gap:
         )
 
     def words(self) -> str:
-        """Return what is not reached, the error, the likely cause and what to do."""
+        """Return the unreached target, the error, the likely cause and the remedy."""
         first = self.failed[0]
         ports = " and ".join(str(each.target.port) for each in self.failed)
         plural = "s" if len(self.failed) > 1 else ""

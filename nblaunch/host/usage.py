@@ -192,11 +192,9 @@ class GpuMeter:
         return self._device(self._seen.place(int(index), local_rank))
 
     def forget(self) -> None:
-        """Ask the driver again the next time."""
         self._by_pid = None
 
     def close(self) -> None:
-        """Shut NVML down."""
         if self._nvml is not None:
             with contextlib.suppress(Exception):  # a driver that went away needs no goodbye
                 self._nvml.nvmlShutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from nblaunch._budget import clipped
 from nblaunch.insight import svg
 from nblaunch.insight.curves import (
     Bucket,
@@ -165,8 +166,7 @@ def _scales(
 
 
 def _axes(name: str, x: _StepScale, y: _ValueScale) -> list[str]:
-    short = name if len(name) <= _NAME_CHARACTERS else f"{name[: _NAME_CHARACTERS - 1]}…"
-    parts = [svg.text(_LEFT, 13, short, size=12, more='font-weight="600"')]
+    parts = [svg.text(_LEFT, 13, clipped(name, _NAME_CHARACTERS, len), size=12, more='font-weight="600"')]
     if y.log:
         parts.append(svg.text(_LEFT - 6, 13, "log", anchor="end", size=9))
     for value in y.ticks(4):

@@ -75,7 +75,6 @@ class Curve:
     begins_again: bool = False
 
     def add(self, rank: int, step: int, value: float) -> None:
-        """Add a value."""
         if self.begins_again:
             self._cut(step)
         cell = step // self.width
@@ -127,27 +126,22 @@ class Curve:
             self.changed = {cell // 2 for cell in self.changed}
 
     def seen(self) -> None:
-        """Have `changed` and `redrawn` begin anew."""
         self.changed, self.redrawn = set(), False
 
     def cell(self, number: int) -> Bucket:
-        """Return a cell; without finite values its numbers are NaN."""
         count, total, least, greatest = self.sums[number]
         if not count:
             return Bucket(number * self.width, self.width, math.nan, math.nan, math.nan)
         return Bucket(number * self.width, self.width, least, total / count, greatest)
 
     def cells(self) -> list[Bucket]:
-        """Return all cells, in the order of their steps."""
         return [self.cell(number) for number in sorted(self.sums)]
 
     def line(self, rank: int) -> list[tuple[int, float]]:
-        """Return a rank's values, each with its cell's first step."""
         return [(cell * self.width, value) for cell, value in sorted(self.lines.get(rank, {}).items())]
 
     @property
     def last_mean(self) -> float:
-        """The mean of the ranks' last values, as far as these are finite."""
         return _mean(self.lasts.values())
 
     @property
@@ -187,7 +181,6 @@ class Curves:
     """The curves of a run, folded from its log as that grows; used by one thread."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
         self.curves: dict[str, Curve] = {}
         self.left_out: set[str] = set()
         """Names for which there was no room."""
@@ -195,7 +188,6 @@ class Curves:
 
     @classmethod
     def of(cls, log: MetricLog) -> Curves:
-        """Return the curves of a log."""
         made = cls()
         made.update(log)
         return made
@@ -288,7 +280,6 @@ def lines_by_rank(curves: Curves) -> list[str]:
 
 
 def hidden_line(curves: Curves) -> str:
-    """Return how many names are not drawn."""
     return f"… {curves.hidden} more name{'s' * (curves.hidden != 1)} in result.metrics …"
 
 
@@ -319,7 +310,6 @@ def apart_words(curve: Curve) -> list[str]:
 
 
 def not_finite_words(found: NonFinitePoint) -> str:
-    """Return where the first NaN or infinity was."""
     return f"{found.value} on rank {found.rank} at step {found.step}"
 
 
@@ -333,7 +323,6 @@ def number(value: float) -> str:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean of what is finite; the order does not matter."""
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(value / len(finite) for value in finite) if finite else math.nan
 

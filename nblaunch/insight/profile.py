@@ -57,7 +57,6 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What is the same on all ranks of the group."""
         return self.group, self.sequence, self.operation
 
 
@@ -343,7 +342,6 @@ class MatchedCalls:
         return None if known is None else known[0]
 
     def last_rank(self, call: CollectiveCall) -> int | None:
-        """Return which rank entered last."""
         known = self.entries.get(call.key)
         return None if known is None else known[1]
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
+from nblaunch._budget import clipped, shortened
 from nblaunch.insight.folding import merged
 from nblaunch.protocol.reports import format_ranks, size
 
@@ -105,13 +106,11 @@ class Redactor:
         self._pattern = re.compile("|".join(parts)) if parts else None
 
     def text(self, text: str) -> str:
-        """Return a text without the secrets."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda match: f"[value of {self._names[match[0]]}]", text)
 
     def all(self, value: Any) -> Any:
-        """Return a document without the secrets, in keys and values."""
         match value:
             case str():
                 return self.text(value)
@@ -186,14 +185,6 @@ class Limits:
     line: int
     entries: int
 
-    def cut(self, text: str, limit: int = 0) -> str:
-        """Return a text without its middle if it is too long."""
-        limit = limit or self.text
-        if len(text) <= limit:
-            return text
-        half = max((limit - 30) // 2, 10)
-        return f"{text[:half]} …{len(text) - 2 * half} characters… {text[-half:]}"
-
 
 _LIMITS = (
     Limits(2000, 300, 20),
@@ -255,9 +246,11 @@ def _cut(key: str, value: Any, limits: Limits, left_out: list[str]) -> Any:
     """Return a value of the document with its texts and lists cut; `left_out` gets what is told of it."""
     match value:
         case str():
-            return limits.cut(value, limits.line if key in _CODE_KEYS else 0)
+            return shortened(value, limits.line if key in _CODE_KEYS else limits.text, len)
         case Mapping():
-            kept = {_clipped(name, 80): _cut(name, each, limits, left_out) for name, each in value.items()}
+            kept = {
+                clipped(name, 80, len): _cut(name, each, limits, left_out) for name, each in value.items()
+            }
             kept = {name: each for name, each in kept.items() if each not in (None, "", [], {})}
             return _first_of(kept, key, limits, left_out)
         case list():
@@ -307,7 +300,7 @@ def _output(tails: Tails, room: int) -> tuple[list[dict[str, Any]], str]:
         count, limit = trial
         many = min(4 * count, OUTPUT_LINES)
         texts = {
-            rank: [_clipped(line, limit) for line in lines[-(many if rank in tails.first else count) :]]
+            rank: [clipped(line, limit, len) for line in lines[-(many if rank in tails.first else count) :]]
             for rank, lines in chosen.items()
         }
         return _blocks(texts, members, tails.first)
@@ -372,11 +365,7 @@ def _blocks(
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    return _clipped(format_ranks(ranks), 80)
-
-
-def _clipped(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+    return clipped(format_ranks(ranks), 80, len)
 
 
 def _cost(blocks: Sequence[Mapping[str, Any]]) -> int:
@@ -392,7 +381,6 @@ def _dumped(value: Any) -> str:
 
 
 def as_json(document: Mapping[str, Any]) -> str:
-    """Return the document as JSON, a line for each key; output a line for each line."""
     parts = []
     for key, value in document.items():
         parts.append(f"{_dumped(key)}: {_dumped(value)}")
@@ -410,7 +398,6 @@ _TITLES: tuple[tuple[str, str], ...] = (
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """Return the document as Markdown."""
     lines = [f"# {document['outcome']}: {code(str(document.get('ran') or 'run'))}", ""]
     lines += _plain_lines(document)
     root = document.get("root_cause")

@@ -55,7 +55,6 @@ def rectangle(  # noqa: PLR0913 - a place, a size and how it looks
 def line(  # noqa: PLR0913 - two points and how it looks
     x1: float, y1: float, x2: float, y2: float, *, colour: str = "currentColor", faint: bool = False
 ) -> str:
-    """Return a straight line; a `faint` one is part of a grid."""
     opacity = ' stroke-opacity="0.15"' if faint else ""
     place = f'x1="{coordinate(x1)}" y1="{coordinate(y1)}" x2="{coordinate(x2)}" y2="{coordinate(y2)}"'
     return f'<line {place} stroke="{colour}"{opacity}/>'
@@ -73,7 +72,6 @@ def polyline(points: Sequence[tuple[float, float]], colour: str, *, width: float
 
 
 def area(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], colour: str) -> str:
-    """Return the area between two lines over the same x, both from left to right."""
     around = [*upper, *reversed(lower)]
     drawn = path_data(around)
     return f'<path d="{drawn}Z" fill="{colour}" fill-opacity="0.22" stroke="none"/>' if drawn else ""

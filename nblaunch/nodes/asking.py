@@ -76,7 +76,6 @@ class Asking:
         self._thread = threading.Thread(target=self._run, name="nblaunch-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and return at once."""
         self._thread.start()
 
     def joined(self, place: int) -> None:

@@ -111,7 +111,6 @@ class NodeTable(Mapping[str, DirectedNode]):
     __slots__ = ("_counts", "_parts")
 
     def __init__(self) -> None:
-        """Have no nodes."""
         self._parts: tuple[dict[str, DirectedNode], ...] = ({},) * _PARTS
         self._counts: dict[tuple[str, int], int] = {}
 
@@ -414,7 +413,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 self.begin_if_enough()
             case DirectorStage.LEAVING if state.released:
                 # All values have arrived: there is nothing left to do for an agent at its next rendezvous.
-                self.order(name, EndGroup(group=state.group, succeeded=True))
+                self.order(name, EndGroup(group=state.group))
             case DirectorStage.RENDEZVOUS | DirectorStage.RUNNING if (
                 state.nodes[name].attempt == state.attempt
             ):
@@ -496,7 +495,6 @@ class _Director(Machine[DirectorState, DirectorAction]):
             base_rank=node.base,
             world_size=world_size,
             store=state.store,
-            reason=state.reason,
         )
 
     def report_if_all_started(self) -> bool:
@@ -622,7 +620,6 @@ class _Director(Machine[DirectorState, DirectorAction]):
         self.ask_for(missing)
 
     def ask_for(self, count: int) -> None:
-        """Ask for replacements of lost nodes."""
         state = self.state
         if count:
             self.set(replacements_left=state.replacements_left - count, asked=state.asked + count)
@@ -675,7 +672,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                     if node.started:
                         self.order_release(name)
                     elif node.waits and succeeded:
-                        self.order(name, EndGroup(group=state.group, succeeded=True))
+                        self.order(name, EndGroup(group=state.group))
                 self.go_on_if_all_wait()
 
     def order_release(self, name: str) -> None:
@@ -708,7 +705,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
         self.set(stage=DirectorStage.ENDING, due=self.now + state.grace + _END_SECONDS, error=error)
         for name, node in state.nodes.items():
             if not node.ended:
-                self.order(name, EndGroup(group=state.group, succeeded=bool(state.released)))
+                self.order(name, EndGroup(group=state.group))
         self.end_if_all_have()
 
     def end_if_all_have(self) -> None:

@@ -52,7 +52,6 @@ _CODES = {
 
 
 def digest(*parts: bytes) -> bytes:
-    """Return a digest of some bytes."""
     found = hashlib.blake2b(digest_size=DIGEST)
     for part in parts:
         found.update(len(part).to_bytes(8, "little"))
@@ -80,12 +79,7 @@ class HashedTensor:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks."""
         return len(self.digests) // DIGEST
-
-    def ranges(self, start: int, stop: int, step: int) -> tuple[bytes, ...]:
-        """Return the digests of blocks, so many together."""
-        return ranges(self.digests, start, stop, step)
 
     def pieces(self, blocks: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
         """Read some blocks again; return the hashes of their pieces."""

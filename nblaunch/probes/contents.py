@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from nblaunch._budget import shortened
 from nblaunch.capture.parts import TORCH_CHILDREN, Part, closure_of, named_parts, states_of, type_name
 from nblaunch.insight.comparing import ALL, EntryShown, Outline
 from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, hashed, ranges
@@ -84,7 +85,6 @@ class Contents:
             self._digests[domain] = b"".join(self._own(self.entries[place]) for place in places)
 
     def outline(self) -> Outline:
-        """Return the digest of each domain."""
         domains = {
             domain: (len(digests) // DIGEST, digest(digests)) for domain, digests in self._digests.items()
         }
@@ -103,7 +103,7 @@ class Contents:
         """Return the notes on an entry."""
         part, tensor = entry.part, entry.part.tensor
         known = digest(part.content) if domain == ALL else self._own(entry)
-        path, head = _clipped(entry.path, _PATH), _clipped(part.head, 2 * _SHOWN)
+        path, head = shortened(entry.path, _PATH, len), shortened(part.head, 2 * _SHOWN, len)
         # A shard is looked into by those that hold the same one.
         if tensor is None or part.domain != domain:
             return EntryShown(path, head, part.shown, known)
@@ -115,7 +115,7 @@ class Contents:
     def has(self, path: str) -> bool:
         """Whether there is an entry of this path."""
         if self._paths is None:
-            self._paths = frozenset(_clipped(each.path, _PATH) for each in self.entries)
+            self._paths = frozenset(shortened(each.path, _PATH, len) for each in self.entries)
         return path in self._paths
 
     def _own(self, entry: ListedPart) -> bytes:
@@ -177,13 +177,13 @@ class Contents:
             return TakenApart(f"{type_of(obj)}, not compared")
         if found.head.endswith(_SHARD_OF_FSDP1):
             self.notes.append(
-                f"{_clipped(path, _SHOWN)} is a shard of FSDP1: only type and shape were compared"
+                f"{shortened(path, _SHOWN, len)} is a shard of FSDP1: only type and shape were compared"
             )
         return found
 
     def _note(self, path: str, error: Exception) -> None:
         # The message of an error may hold addresses.
-        self.notes.append(f"{_clipped(path, _SHOWN)} was not compared ({type(error).__name__})")
+        self.notes.append(f"{shortened(path, _SHOWN, len)} was not compared ({type(error).__name__})")
 
     def tensor(self, key: object, tensor: torch.Tensor, **as_what: Any) -> HashedTensor:
         """Return the hashes of a tensor, of which `key` is the object: each is read once."""
@@ -201,11 +201,7 @@ def _content_of(part: TakenApart) -> bytes:
 def _joined(path: str, suffix: str) -> str:
     """Return the path of a part, in bounds also at the end of a long chain."""
     whole = path + suffix
-    return whole if len(whole) <= _LONGEST_PATH else _clipped(whole, _LONGEST_PATH // 2)
-
-
-def _clipped(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 :]}"
+    return whole if len(whole) <= _LONGEST_PATH else shortened(whole, _LONGEST_PATH // 2, len)
 
 
 def type_of(obj: object) -> str:
@@ -268,7 +264,7 @@ def _plain_part(obj: Any) -> TakenApart:
             content = repr(obj).encode()
     if isinstance(obj, str | bytes | bytearray) and len(obj) > 2 * _SHOWN:
         return TakenApart(f"{type_of(obj)} of length {len(obj)}", digest(content))
-    return TakenApart(type_of(obj), bytes(content), _clipped(repr(obj), _SHOWN))
+    return TakenApart(type_of(obj), bytes(content), shortened(repr(obj), _SHOWN, len))
 
 
 def _sequence(obj: Sequence[Any], tensor: Any) -> TakenApart:
@@ -473,7 +469,7 @@ def _of_other_packages(obj: Any, tensor: Any) -> TakenApart | None:
     if numpy is not None and type(obj) in {numpy.ndarray, numpy.memmap}:
         return _array(obj, tensor, numpy)
     if numpy is not None and isinstance(obj, numpy.generic):
-        return TakenApart(f"numpy.{obj.dtype}", obj.tobytes(), _clipped(str(obj), _SHOWN))
+        return TakenApart(f"numpy.{obj.dtype}", obj.tobytes(), shortened(str(obj), _SHOWN, len))
     if type(obj).__module__.partition(".")[0] != "pandas":
         return None
     if hasattr(obj, "columns") and hasattr(obj, "index"):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nblaunch._budget import clipped
 from nblaunch.capture.arrays import last_base
 from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import FrameRecord, HeldMemory
@@ -116,7 +117,7 @@ def _rows(parts: Sequence[HeldPart]) -> Iterator[HeldMemory]:
 
 def _short(name: str) -> str:
     name = name.encode("utf-8", "backslashreplace").decode()
-    return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}…"
+    return clipped(name, _NAME_CHARACTERS, len)
 
 
 # Parts, by kind.

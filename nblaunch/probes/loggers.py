@@ -130,7 +130,6 @@ class LibraryPoints:
         return library != "tqdm" or caller.partition(".")[0] not in _BARS_OF_THEIR_OWN
 
     def log(self, library: str, step: int | None, values: Mapping[str, object]) -> None:
-        """Log the numbers among `values`."""
         values = dict(_numbers(values))
         if library != "tqdm":
             self._send(library, step, values)
@@ -229,7 +228,6 @@ class _Wrapped:
 
 
 def _caller() -> str:
-    """Return the module that called the wrapper."""
     # No other way is quick enough to be taken at each call.
     return str(sys._getframe(2).f_globals.get("__name__"))  # noqa: SLF001
 
@@ -276,12 +274,10 @@ class _WrappingLoader(importlib.abc.Loader):
         self._own = own
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as its own loader does."""
         made: ModuleType | None = self._own.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then wrap what it has."""
         module.__loader__ = self._own
         if module.__spec__ is not None:
             module.__spec__.loader = self._own

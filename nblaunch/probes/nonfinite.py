@@ -104,13 +104,11 @@ class NonFinite:
         """How many elements of gradients have been checked in this backward pass, as they were sent."""
 
     def begin(self) -> None:
-        """Begin to check losses and gradients."""
         self._hook = optimizers.register_optimizer_step_pre_hook(self._before_step)
         self._backward = torch.autograd.backward
         torch.autograd.backward = self._watched_backward
 
     def end(self) -> None:
-        """End; torch is as it was."""
         if self._hook is not None:
             self._hook.remove()
         if self._backward is not None:

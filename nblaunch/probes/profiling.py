@@ -358,12 +358,10 @@ class _Limit:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to count."""
         self._thread = threading.Thread(target=self._wait, name="nblaunch-profile-limit", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Call nothing any more."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

@@ -108,7 +108,6 @@ class Recorder:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that have been logged in this job."""
         with self._lock:
             return frozenset(self._names)
 
@@ -214,7 +213,6 @@ _recorder: Recorder | None = None
 
 
 def start(recorder: Recorder) -> None:
-    """Have `log` use this recorder: the rank's."""
     global _recorder
     _recorder = recorder
 

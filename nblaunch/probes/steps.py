@@ -42,5 +42,4 @@ def listen(listener: StepListener) -> None:
 
 
 def forget(listener: StepListener) -> None:
-    """Have it called no more."""
     _listeners.remove(listener)

@@ -47,7 +47,6 @@ class OptimizerSteps:
         return self.number() if self._most or steps.current() is not None else None
 
     def end(self) -> None:
-        """Count no more."""
         self._hook.remove()
 
 
@@ -89,7 +88,6 @@ class Watch:
             self._guarded(self._nan.finish)
 
     def end(self) -> None:
-        """Remove everything again."""
         self._listening.end()
         self._steps.end()
         if self._nan is not None:

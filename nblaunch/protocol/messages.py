@@ -835,6 +835,9 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
     names: tuple[str, ...]
 
 
+AnyJob = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+
+
 class Objects(msgspec.Struct, frozen=True):
     """Keys of the objects in a payload, as arrays of integers: `places` in the pickle (I), `keys` (Q).
 
@@ -869,7 +872,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     through attributes (`import xml` does not load `xml.etree`). Only a session's ranks get `objects`.
     """
 
-    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+    job: AnyJob
     payload: Payload
     objects: Objects | None = None
     imports: tuple[str, ...] = ()

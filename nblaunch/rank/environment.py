@@ -33,6 +33,8 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _HANDLES_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _RETHROWS = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 _ENDS_ALL_THE_SAME = "TORCH_NCCL_TEARDOWN_ON_TIMEOUT"
+# The words of torch's getCvarBool.
+_OFF, _ON = {"n", "no", "f", "false", "0"}, {"y", "yes", "t", "true", "1"}
 _DEFAULTS = {
     "GLOO_SOCKET_IFNAME": _LOOPBACK,
     "NCCL_SOCKET_IFNAME": _LOOPBACK,
@@ -70,23 +72,15 @@ def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
     return {**defaults, **threads, **wanted, **agent}
 
 
-def _is_off(value: str) -> bool:
-    return value.lower() in {"n", "no", "f", "false", "0"}  # the words of torch's getCvarBool
-
-
-def _is_on(value: str) -> bool:
-    return value.lower() in {"y", "yes", "t", "true", "1"}
-
-
 def unheard_timeouts() -> str:
     """Return a warning where ProcessGroupNCCL aborts what has timed out and tells nobody, "" elsewhere.
 
     With errors handled and not rethrown (pytorch#196187) the GPU goes on with what it has, which is wrong.
     """
     if (
-        not _is_off(os.environ.get(_RETHROWS, "1"))
+        os.environ.get(_RETHROWS, "1").lower() not in _OFF
         or os.environ.get(_HANDLES_ERRORS) == "0"
-        or (_is_on(os.environ.get(_ENDS_ALL_THE_SAME, "0")) and torch.__version__ >= "2.15")
+        or (os.environ.get(_ENDS_ALL_THE_SAME, "0").lower() in _ON and torch.__version__ >= "2.15")
     ):
         return ""
     return (
@@ -97,7 +91,6 @@ def unheard_timeouts() -> str:
 
 
 def apply(prepare: Prepare, *, keep: bool) -> None:
-    """Take over the notebook's environment, directory, path and arguments."""
     wanted = for_rank(prepare.environ, keep=keep)
     for name in set(os.environ) - set(wanted):
         del os.environ[name]

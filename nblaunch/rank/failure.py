@@ -74,7 +74,9 @@ def record(
 
 def _end_in_users_code(error: BaseException) -> None:
     """Have the traceback of what a probe has raised end where the user's code called torch."""
-    steps = list(_steps(error.__traceback__))
+    steps: list[TracebackType] = []
+    while (step := steps[-1].tb_next if steps else error.__traceback__) is not None:
+        steps.append(step)
     if not steps or not steps[-1].tb_frame.f_code.co_filename.startswith(_PROBES):
         return
     while steps and steps[-1].tb_frame.f_code.co_filename.startswith((_TORCH, _OURS)):
@@ -84,12 +86,6 @@ def _end_in_users_code(error: BaseException) -> None:
         for step in reversed(steps):
             below = TracebackType(below, step.tb_frame, step.tb_lasti, step.tb_lineno)
         error.__traceback__ = below
-
-
-def _steps(first: TracebackType | None) -> Iterator[TracebackType]:
-    while first is not None:
-        yield first
-        first = first.tb_next
 
 
 def _text(error: BaseException) -> str:
@@ -235,7 +231,6 @@ class DeviceBusyError(RuntimeError):
 
 @contextlib.contextmanager
 def unwaited() -> Iterator[None]:
-    """Within the block, wait for no tensor longer than a moment."""
     if not any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in _KINDS):
         yield
         return

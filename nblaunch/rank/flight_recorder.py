@@ -270,7 +270,6 @@ def _alive(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
 
 
 def _open(entries: list[dict[str, Any]]) -> int:
-    """Return how many operations have not ended."""
     # The sends and receives of one batch are never marked as ended: the entry for all of them is.
     batches = {_batch(each) for each in entries if _operation(each) == _COALESCED}
     return sum(not (_completed(each) or (each.get("is_p2p") and _batch(each) in batches)) for each in entries)
@@ -307,7 +306,6 @@ def _last(entries: list[dict[str, Any]], backend: str) -> dict[tuple[str, str], 
 def open_operations(
     entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Collective]:
-    """Yield the open operations, oldest first; sends and receives of one batch as one."""
     ended = {_batch(each) for each in entries if _operation(each) == _COALESCED and _completed(each)}
     found: dict[object, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -348,7 +346,6 @@ def _transfer(
 def _collectives(
     entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Collective]:
-    """Yield the collectives among these, oldest first."""
     by_group: dict[tuple[object, ...], list[Collective]] = {}
     newest: dict[tuple[object, ...], int] = {}
     for entry in entries:

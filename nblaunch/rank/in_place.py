@@ -73,7 +73,6 @@ class NotInPlaceError(RuntimeError):
 
 
 def torch_can() -> bool:
-    """Whether this torch can form a group again in place."""
     return _OPTION in inspect.signature(_make).parameters
 
 
@@ -357,7 +356,6 @@ def _handles(group: Any) -> list[str]:
 def _connect(
     group: Any, number: int, handles: Sequence[Sequence[str]], timeout: timedelta | None = None
 ) -> None:
-    """Connect each backend of a group; `handles` are those of each of its ranks."""
     reconfigure: Callable[..., Any] = getattr(distributed_c10d, "_reconfigure")  # noqa: B009 - from 2.14 on
     for backend, of_backend in zip(backends_of(group), zip(*handles, strict=True), strict=True):
         reconfigure(number, list(of_backend), backend, timeout).wait()

@@ -32,7 +32,6 @@ _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 
 
 def on_gpu() -> bool:
-    """Return whether this rank uses CUDA."""
     return bool(torch.cuda.is_initialized())
 
 
@@ -53,7 +52,6 @@ class HostMeter:
         self._set_back = False
 
     def begin(self) -> None:
-        """Begin the peak of a job: 20 us."""
         self._began = time.monotonic()
         self._set_back = set_back_peak()
         known = resident_of()
@@ -83,12 +81,10 @@ _host = HostMeter()
 
 
 def used() -> MemoryUse:
-    """Return what this rank uses, and has used at most since `reset_peak`."""
     return MemoryUse(*_host.measure(), allocated("current"), peak())
 
 
 def reset_peak() -> None:
-    """Reset the peaks: they are those of the job that begins."""
     _host.begin()
     with contextlib.suppress(RuntimeError):  # an allocator of the program's own, which keeps no statistics
         for index in range(torch.cuda.device_count() if on_gpu() else 0):

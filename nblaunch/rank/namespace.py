@@ -103,7 +103,6 @@ class Variables:
         return name in namespace and namespace[name] is not self._came.get(name, _REBOUND)
 
     def push(self, given: Mapping[str, object]) -> None:
-        """Take variables that the notebook has pushed, also in place of the rank's own."""
         shell.namespace().update(given)
         self._came.update(given)
         self._received.update(given)
@@ -168,7 +167,6 @@ class Arrival:
                 namespace[name] = value
 
     def undo(self) -> None:
-        """Remove the variables that were filled in."""
         namespace = shell.namespace()
         while self._filled:
             namespace.pop(self._filled.pop(), None)
@@ -394,11 +392,8 @@ _UNFORGOTTEN = "it cannot forget its last step: "
 def _why_lost(thing: object, lost: Sequence[tuple[object, str]]) -> str | None:
     """Return why a thing does not go on with the groups that it was made for; None if it does."""
     why = next((f"{_UNFORGOTTEN}{why}" for each, why in lost if each is thing), None)
-    return "" if why is None and _is_wrapped_whole(thing) else why
-
-
-def _is_wrapped_whole(value: object) -> bool:
-    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(value).__mro__)
+    wrapped_whole = any(kind.__name__ == "FullyShardedDataParallel" for kind in type(thing).__mro__)
+    return "" if why is None and wrapped_whole else why
 
 
 def _is_about_groups(error: BaseException) -> bool:

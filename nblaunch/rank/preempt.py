@@ -52,7 +52,6 @@ def forget(function: Callable[[float], object]) -> None:
 
 
 def ordered() -> None:
-    """Note that the rank has been ordered to save; from any thread."""
     global _ordered
     _ordered = time.monotonic()
 
@@ -127,6 +126,5 @@ def _end_without_order() -> None:
 
 
 def _end() -> None:
-    """End by the signal, from any thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -93,7 +93,6 @@ def leave_out_finalizers() -> None:
 
 
 def _awaited() -> list[threading.Thread]:
-    """Return the threads that Python waits for."""
     main = threading.main_thread()
     return [each for each in threading.enumerate() if not each.daemon and each is not main]
 
@@ -144,7 +143,6 @@ def _code(spec: ModuleSpec | None, name: str, main: types.ModuleType) -> types.C
 def _set_attributes(
     main: types.ModuleType, *, file: str | None, loader: object, spec: ModuleSpec | None = None
 ) -> None:
-    """Give the module the attributes that Python gives `__main__`."""
     vars(main).update(
         __builtins__=builtins,
         __file__=file,

@@ -55,7 +55,6 @@ class RankDisplayPublisher(DisplayPublisher):
         update: bool = False,
         **_: object,
     ) -> None:
-        """Send one display, its data as the Jupyter protocol has it."""
         if publisher.send is None:
             return
         if len(data) > 1:
@@ -73,13 +72,11 @@ class RankDisplayPublisher(DisplayPublisher):
         )
 
     def clear_output(self, wait: bool = False) -> None:  # noqa: FBT001, FBT002 - IPython's signature
-        """Clear this rank's output, at once or when the next output comes."""
         if publisher.send is not None:
             publisher.send(Cleared(rank=publisher.rank, wait=wait, offsets=stdio.output.offsets()))
 
 
 def _as_json(value: Any) -> Any:
-    """Return `value` as JSON: bytes as base64, keys as text, other objects as their repr."""
     match value:
         case None | bool() | float():
             return value
@@ -114,7 +111,6 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         path: Sequence[str] | None,  # noqa: ARG002 - the import system's signature
         target: types.ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return how to load `tqdm.notebook`; leave every other module to the other finders."""
         return importlib.machinery.ModuleSpec(fullname, self) if fullname == _NOTEBOOK else None
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -139,7 +135,6 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install_progress_bars() -> None:
-    """Have `tqdm.notebook` give text bars in this process and its forks."""
     if not any(isinstance(finder, _TextBars) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TextBars())
 
@@ -166,7 +161,6 @@ class QuietDisplayHook(DisplayHook):
             self.fill_exec_result(result)
 
     def quiet(self) -> bool:
-        """Return whether the cell that runs ends with a semicolon."""
         source = getattr(self.shell, "running_source", "")
         return bool(self.semicolon_at_end_of_expression(source))
 
@@ -179,12 +173,10 @@ class CellCompiler(CachingCompiler):
     execution_count = 1
 
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
-        """Remember the cell under the number that it has in the notebook."""
         number = self.execution_count if self.filename else number
         return str(super().cache(transformed_code, number, raw_code))
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
-        """Return the notebook's name for the cell."""
         return self.filename or str(super().get_code_name(raw_code, transformed_code, number))
 
 
@@ -250,7 +242,6 @@ class RankShell(InteractiveShell):
             hook.exec_result = outer
 
     def run(self, job: CellJob) -> ExecutionResult:
-        """Run a cell under its name and number in the notebook."""
         compiler = self.compile
         assert isinstance(compiler, CellCompiler)  # noqa: S101 - set by compiler_class
         compiler.filename, compiler.execution_count = job.filename, job.number
@@ -361,7 +352,6 @@ def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:
 
 
 def namespace() -> dict[str, Any]:
-    """Return the globals of the cells that run here."""
     main: dict[str, Any] = sys.modules["__main__"].__dict__
     return main
 
@@ -372,7 +362,6 @@ _MOST = 500
 
 
 def answer_comparison(token: str, ask: Ask) -> Any:
-    """Answer a question of `Session.diff` about this rank's variables."""
     return diff.answer(token, ask, namespace())
 
 

@@ -26,7 +26,6 @@ class ValueNotSentError(TypeError):
 
 
 def send(value: object, spill: Callable[[], Path]) -> shared_memory.Outgoing:
-    """Send a value. Raises `ValueNotSentError` if it cannot be pickled."""
     try:
         return shared_memory.put(pickling.dumps_home(value), spill)
     except (Exception, SystemExit) as error:

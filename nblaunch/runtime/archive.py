@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from nblaunch._cgroups import tightest_memory
 from nblaunch._errors import NblaunchError
 from nblaunch._results import EventLog
-from nblaunch.capture.shared_memory import HeldPayload
+from nblaunch.capture.shared_memory import Outgoing
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import JobEnd, JobRecord, JobSnapshot
 from nblaunch.protocol.messages import ProtocolError, encode
@@ -72,7 +72,7 @@ class PastJob:
     file: Path
     """Where its state is, once it is on disk."""
     state: RunState | None = None
-    values: dict[tuple[int, str], HeldPayload] = field(default_factory=dict)
+    values: dict[tuple[int, str], Outgoing] = field(default_factory=dict)
     taken: bool = False
     """Whether a client has mapped the values."""
     dropped_values: str = ""

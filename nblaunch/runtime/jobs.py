@@ -23,7 +23,7 @@ from nblaunch.capture.shared_memory import hold
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import JobState
+from nblaunch.group.lifecycle import JobState, Replied
 from nblaunch.host.hub import Hub
 from nblaunch.host.settings import AgentSettings
 from nblaunch.protocol import client as wire
@@ -262,7 +262,7 @@ class RunningJob(Job):
 
     def reply(self, rank: int, answer: messages.Answer) -> None:
         if self.group is not None:
-            self.group.answer(rank, answer)
+            self.group.post(Replied(rank, answer))
 
     def leave(self, connection: ClientConnection) -> None:
         self.watchers.discard(connection)
@@ -309,7 +309,7 @@ class RunningJob(Job):
     def _log_files(self) -> dict[int, tuple[wire.RankLogFiles, ...]]:
         if self.end is not None:
             return self.end.logs
-        return {} if self.group is None else self.group.logs_so_far(self)
+        return {} if self.group is None else self.group.logs.so_far(self.logs)
 
 
 def without_values(state: RunState, why: str) -> RunState:

@@ -267,7 +267,7 @@ class RequestHandler:
             session.take_jobs_of(connection)
         # Clients do not know of jobs that only query a rank.
         query = session.running if session.running is not None and session.running.order.query else None
-        if query is None and not session.group.regroups:
+        if query is None and not session.group.life.regroup_awaited:
             return self._begin(session, connection, request)
         self._waiting_jobs[request.order.number] = False
         return functools.partial(self._submit_after, query, session, connection, request)
@@ -287,7 +287,7 @@ class RequestHandler:
             self._hub.call(query.interrupt)
             query.ended.wait(_QUERY_ENDS_SECONDS)
         deadline = time.monotonic() + _REGROUP_SECONDS
-        while session.group.regroups and time.monotonic() < deadline:
+        while session.group.life.regroup_awaited and time.monotonic() < deadline:
             if session.group.closed.wait(0.01):
                 break
         answers: list[wire.AnswerToClient] = []

@@ -125,7 +125,7 @@ class RuntimeSession:
         if self.running is not None:
             running = self.running.logs
         # Those of a job that no rank has begun are empty.
-        self.group.free_logs(next(filter(None, (*self._logs.values(), running)), {}))
+        self.group.logs.free_before(next(filter(None, (*self._logs.values(), running)), {}))
 
     def _over(self, job: RunningJob, jobs: dict[int, RunningJob]) -> None:
         if not job.order.internal:
@@ -222,7 +222,7 @@ class RuntimeSession:
                 for rank, known in members
             ),
             started=self.started,
-            engine=self.group.engine,
+            engine=self.group.life.engine,
             grace=self.grace,
         )
 
@@ -233,7 +233,7 @@ class RuntimeSession:
     def _word(self, node: str, job: RankState | None) -> str:
         if not self.open:
             return "gone"
-        if not node or not self.group.ready:
+        if not node or not self.group.life.all_ready:
             return "starting"
         return "running" if job is not None and job.state is State.RUNNING else "idle"
 

@@ -65,7 +65,6 @@ def _target(item: pytest.Function) -> Target:
 
 
 def _session(item: pytest.Function, options: LaunchOptions) -> LiveSession:
-    """Return the session of the test's module that has these options; open it for the first test."""
     module = item.getparent(pytest.Module)
     assert module is not None  # noqa: S101 - every function is in one
     if _SESSIONS not in module.stash:

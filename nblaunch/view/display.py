@@ -91,7 +91,6 @@ class TextView:
                 print(plain(nodes_line(state.engine, time.time())), file=sys.stderr, flush=True)  # noqa: T201
 
     def close(self, state: RunState) -> None:
-        """Print what has not been printed."""
         if self._terminal is None:
             print(render_text(state, self._header), flush=True)  # noqa: T201 - there is nothing else to show it
         else:
@@ -114,7 +113,6 @@ class OnceView:
         """Show nothing yet."""
 
     def close(self, state: RunState) -> None:
-        """Display the run."""
         _display(self._render(state, self._header))
 
 
@@ -142,7 +140,6 @@ class WidgetView:
         self._stops = 0
 
     def open(self, state: RunState) -> None:
-        """Start the clock."""
         self._drawn = self._clock()
         self._opened = self._drawn - _age(state)
         self._drawing = Drawing(self._header, self._opened)
@@ -175,7 +172,6 @@ class WidgetView:
             raise KeyboardInterrupt
 
     def close(self, state: RunState) -> None:
-        """Put static HTML in the panel's place, and close the panel."""
         try:
             took = self._clock() - self._opened
             bundle = html_and_text(state, self._header, self._drawing.curves(state), took)
@@ -228,20 +224,16 @@ class GuardedView:
 
     @property
     def shows_usage(self) -> bool:
-        """Whether the guarded view shows what the ranks use."""
         return self.view.shows_usage
 
     def open(self, state: RunState) -> None:
-        """Begin."""
         self._attempt(self.view.open, state)
 
     def draw(self, state: RunState) -> None:
-        """Show what is new, unless the view has failed before."""
         if not self._broken:
             self._attempt(self.view.draw, state)
 
     def close(self, state: RunState) -> None:
-        """Show the end."""
         self._attempt(self.view.close, state)
 
     def _attempt(self, step: Callable[[RunState], None], state: RunState) -> None:
@@ -316,7 +308,6 @@ def _bundle(  # noqa: PLR0913 - what is drawn, and what the caller knows of it
 
 
 def _age(state: RunState) -> float:
-    """Return since when a run goes on that began before its view was opened."""
     return max(time.time() - state.began, 0.0) if state.begun else 0.0
 
 

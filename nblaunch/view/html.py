@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from nblaunch._budget import clipped, cost_of_text, fair_limit, shortened
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.insight import markup
@@ -23,7 +24,6 @@ from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import summary
 from nblaunch.view.alike import MOST_ROWS, devices, finest, is_whole, label, levels_of, sizes
-from nblaunch.view.budget import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.mime import balanced, embedded, kinds
 from nblaunch.view.output import (
     Folded,
@@ -36,6 +36,7 @@ from nblaunch.view.output import (
     last_line,
     omission_text,
     only_errors,
+    only_text,
 )
 from nblaunch.view.screen import BOLD, COLOR, ITALIC, PLAIN, UNDERLINE, Line, colored, plain
 
@@ -111,7 +112,7 @@ def render_html(
     parts = (
         f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>",
         *failures(found),
-        *_attempts(state),
+        *attempts(state),
         *map(note, summary.host_lines(state)),
         *map(note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
         *hang(state),
@@ -190,8 +191,11 @@ def note(line: str) -> str:
     return f"<div>{markup.code(line)}</div>"
 
 
-def _attempts(state: RunState) -> Iterator[str]:
-    """Yield a part for each attempt before this one, with its own failures and output."""
+def attempts(state: RunState, *, live: bool = False) -> Iterator[str]:
+    """Yield a part for each attempt before this one, with its own failures and output.
+
+    A `live` page has what it displayed as text: it may be HTML of a rank's. And it has how long it took.
+    """
     shown, left_out = summary.earlier_attempts(state)
     yield from [note(left_out)] if left_out else []
     for attempt in shown:
@@ -201,8 +205,11 @@ def _attempts(state: RunState) -> Iterator[str]:
         # Which of the others failed too, and which were stopped before they did, differs from run to run.
         others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
         content += note(f"{format_ranks(others)}: ended because of that") if others else ""
-        content += _outputs(folded(before), summary.PART_BUDGET // len(shown))
-        yield _expandable(summary.attempt_line(attempt, found), content)
+        written = only_text(folded(before)) if live else folded(before)
+        content += _outputs(written, summary.PART_BUDGET // len(shown))
+        took = attempt.ended - attempt.started if live and attempt.ended else None
+        after = "" if took is None else f" after {summary.duration(took)}"
+        yield _expandable(f"{summary.attempt_line(attempt, found)}{after}", content)
 
 
 def hang(state: RunState) -> Iterator[str]:
@@ -255,7 +262,6 @@ class _Shown:
 
     @property
     def value(self) -> tuple[str, str]:
-        """Return the value as text and as HTML."""
         return plain(self.known.value_text).rstrip("\n"), self.known.value_html
 
 
@@ -343,7 +349,6 @@ def _rows_of_cells(rows: Sequence[tuple[str, ...]], *, few: bool = True) -> str:
 
 
 def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
-    """Return a row; where there are many rows, with short styles."""
 
     def style(number: int, cell: str) -> str:
         narrow = tag == "th" or (number < _NARROW_COLUMNS and "<wbr>" not in cell)
@@ -472,7 +477,6 @@ def _long_values(
 
 
 def _profile(state: RunState) -> Iterator[str]:
-    """Yield the profile's steps and timeline, which its client has drawn."""
     if state.profile.html:
         title = f"P{state.profile.text[1:]}"
         yield markup.details(markup.escaped(title), state.profile.html, opened=True)

@@ -9,12 +9,12 @@ from itertools import chain, groupby, islice
 
 import msgspec
 
+from nblaunch._budget import cost_of_text, fair_limit, shortened
 from nblaunch.insight.folding import merged
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.reports import ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState
 from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
-from nblaunch.view.budget import cost_of_text, fair_limit, shortened
 from nblaunch.view.screen import PLAIN, Line, Screen, plain
 
 DRAWN_CHARACTERS = 1_000_000
@@ -54,7 +54,6 @@ class Folded:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Return the items of all ranks."""
         return tuple(row.item for row in self.rows)
 
     @property
@@ -67,7 +66,6 @@ class Folded:
 
     @property
     def displays(self) -> tuple[Display, ...]:
-        """Return the rich displays, in order."""
         return tuple(item for item in self.items if isinstance(item, Display))
 
 
@@ -95,7 +93,6 @@ def folded(state: RunState) -> list[Folded]:
 
 
 def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item, ...]]]) -> list[Folded]:
-    """Return a `Folded` for each group of ranks with equal output; groups that share lines have one."""
     groups = sorted(groups, key=lambda group: group[0])
     by_key = {key: item for _, keys, items in groups for key, item in zip(keys, items, strict=True)}
     blank = {key for key, item in by_key.items() if isinstance(item, Line) and not item.text.strip()}
@@ -189,7 +186,6 @@ def items_of(transcript: Transcript) -> tuple[Item, ...]:
 
 
 def _joined(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries, neighbouring texts of one stream joined."""
     joined: list[Entry] = []
     for stream, group in groupby(entries, key=lambda entry: getattr(entry, "stream", None)):
         if stream is None:
@@ -243,7 +239,6 @@ def omission_text(omission: Omission, rank: int, *, errors: bool = False) -> str
 
 
 def only_errors(output: Folded) -> set[tuple[int, ...]]:
-    """Return those of an output's sets of ranks that have written to stderr only."""
     streams: dict[tuple[int, ...], set[Stream]] = {}
     for row in output.rows:
         if isinstance(row.item, Line):
@@ -307,6 +302,22 @@ def display_rows(display: Display, ranks: tuple[int, ...], note: str = "") -> li
     """Return a display that these ranks made as lines of text, with a note below."""
     lines = [*display_text(display).split("\n"), *([note] if note else [])]
     return [Written(ranks, Line(((PLAIN, line),))) for line in lines]
+
+
+def only_text(outputs: Iterable[Folded]) -> list[Folded]:
+    """Return the outputs, displays as lines."""
+    return [
+        replace(
+            each,
+            rows=tuple(
+                chain.from_iterable(
+                    display_rows(row.item, row.ranks) if isinstance(row.item, Display) else [row]
+                    for row in each.rows
+                )
+            ),
+        )
+        for each in outputs
+    ]
 
 
 def by_rank(state: RunState, of: Callable[[RankState], str]) -> list[tuple[tuple[int, ...], str]]:

@@ -95,7 +95,6 @@ class Panel(anywidget.AnyWidget):
     final: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
 
     def __init__(self, drawing: Drawing, clock: Callable[[], float] = time.monotonic) -> None:
-        """Show this drawing; `clock` is the one that times it."""
         self._drawing: Drawing | None = drawing
         self._clock = clock
         self._stop = threading.Event()
@@ -119,13 +118,11 @@ class Panel(anywidget.AnyWidget):
         return bool(self._heard)
 
     def stop_wanted(self) -> bool:
-        """Return whether Stop was pressed since the last call."""
         wanted = self._stop.is_set()
         self._stop.clear()
         return wanted
 
     def show(self, delta: Delta) -> None:
-        """Show what has changed, with one message."""
         self.delta = dict(delta)
 
     def repeat(self) -> None:

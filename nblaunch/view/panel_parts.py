@@ -14,18 +14,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NotRequired, TypedDict
 
+from nblaunch._budget import clipped, cost_of_text, shortened
 from nblaunch._results import nodes_line, time_is_short
 from nblaunch.diagnose.failures import blame
 from nblaunch.insight import charts
 from nblaunch.insight.curves import Curve, Curves, curve_lines
 from nblaunch.insight.markup import ICONS, escaped, pre
 from nblaunch.protocol.reports import by_host, format_ranks, plural, size
-from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
+from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.view import html, summary
 from nblaunch.view.alike import label, sizes
-from nblaunch.view.budget import clipped, cost_of_text, shortened
 from nblaunch.view.mime import frame
-from nblaunch.view.output import last_line
 from nblaunch.view.panel_log import LogNews, PanelLog
 from nblaunch.view.panel_output import Feed
 from nblaunch.view.screen import plain
@@ -44,8 +43,6 @@ _RICH_VALUE_COST = 40_000
 _VALUE_COST = 4_000
 _READ_CHARACTERS = 20_000
 _FAILURE_COST = 600
-_LINES = 200
-_LINE_COST = 400
 STRAGGLER = "⚠"
 
 SILENT_SECONDS = 10.0
@@ -69,7 +66,6 @@ class Stragglers:
         self._most_finished: float | None = None
 
     def marks(self, state: RunState, now: float) -> dict[int, str]:
-        """Return why ranks count as stragglers; `now` is in seconds."""
         if state.attempt.number != self._attempt:
             self._attempt, self._written, self._begun = state.attempt.number, {}, {}
             self._most_finished = None
@@ -128,7 +124,6 @@ def _running(state: RunState) -> list[int]:
 
 
 def state_word(state: State, phase: str = "") -> str:
-    """Return a state as a sign and a word, in its colour."""
     word = f"{state} ({phase})" if state is State.STARTING and phase else f"{state}"
     return (
         f'<span class="nblaunch-state nblaunch-{state}">'
@@ -198,7 +193,6 @@ class RankNotes:
 
 
 def _appearance(known: RankState) -> tuple[object, ...]:
-    """Return what of a rank is drawn."""
     used = (known.usage, known.used, known.peak_gpu_memory)
     value = (known.value_text, known.value_html)
     return known.state, known.phase, known.device, known.pid, *value, *used
@@ -371,7 +365,7 @@ def _cells(numbers: Iterable[int], ranks: RankNotes, *, numbered: bool) -> str:
     return "".join(cells)
 
 
-# The head, what failed, and the attempts before.
+# The head, and what failed.
 
 
 def _head(state: RunState, header: summary.Header) -> str:
@@ -438,43 +432,6 @@ def _failure(state: RunState) -> str:
     return "".join((*html.failures(found, live=True), *map(html.note, summary.warning_lines(state))))
 
 
-def _tabs(state: RunState) -> str:
-    """Return a tab for each attempt, the present one last, and what the earlier ones were; empty without."""
-    shown, left_out = summary.earlier_attempts(state)
-    if not shown:
-        return ""
-    names = {each.number: f"attempt {each.number}" for each in shown}
-    tab = '<button type="button" class="nblaunch-tab" role="tab" data-act="tab"'
-    tabs = "".join(f'{tab} data-attempt="{number}">{name}</button>' for number, name in names.items())
-    hint = f'<span class="nblaunch-hint">{left_out}</span>' if left_out else ""
-    panels = "".join(
-        f'<div class="nblaunch-past" role="tabpanel" tabindex="0" aria-label="{names[attempt.number]}" '
-        f'data-attempt="{attempt.number}">{_past(attempt)}</div>'
-        for attempt in shown
-    )
-    return (
-        f'<div class="nblaunch-tabs" role="tablist" aria-label="Attempts">{hint}{tabs}'
-        f"{tab}>attempt {shown[-1].number + 1}, now</button></div>{panels}"
-    )
-
-
-def _past(attempt: AttemptState) -> str:
-    found = blame(attempt.ranks)
-    lines = []
-    for rank, known in sorted(attempt.ranks.items()):
-        last = last_line(known.transcript)
-        lines += [f"rank {rank}, last output: {clipped(last, _LINE_COST)}"] if last else []
-    seconds = f" after {attempt.ended - attempt.started:.1f} s" if attempt.ended is not None else ""
-    more = [f"… {len(lines) - _LINES} more lines …"] if len(lines) > _LINES else []
-    return "".join(
-        (
-            html.note(f"{summary.attempt_line(attempt, found)}{seconds}"),
-            *html.failures(found, live=True),
-            pre(escaped("\n".join([*lines[:_LINES], *more]))) if lines else "",
-        )
-    )
-
-
 # The parts, and what of them is sent.
 
 
@@ -494,7 +451,6 @@ class Parts:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits for room."""
         return bool(self._waiting)
 
     def change(self, key: str, draw: Callable[[], str], *, urgent: bool = False) -> None:
@@ -502,7 +458,6 @@ class Parts:
         (self._urgent if urgent else self._waiting)[key] = draw
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forget parts."""
         for key in keys:
             self._waiting.pop(key, None)
             if self.shown.pop(key, None) is not None:
@@ -589,7 +544,7 @@ class Drawing:
                 self._note_changes(state, now)
                 self._seen, self._due = state, now + _POLL_SECONDS
             news = self._feed.news(state, now)
-            log = None if news is None else self._log.take(news)
+            log = self._log.take(state.attempt.number, news) if news else None
             if log is not None:
                 self._parts.charge(sum(len(str(row[2] or "")) + _ROW_COST for row in log["rows"]))
             parts = self._parts.send(now)
@@ -599,7 +554,6 @@ class Drawing:
             return Delta(sequence=self._sequence, parts=parts, log=log)
 
     def whole(self, now: float) -> Snapshot:
-        """Return everything."""
         with self._lock:
             return Snapshot(
                 sequence=self._sequence,
@@ -640,7 +594,7 @@ class Drawing:
             self._troubled = troubled
             parts.change("failure", lambda: _failure(state), urgent=True)
             parts.change("hang", lambda: "".join(html.hang(state)), urgent=True)
-            parts.change("tabs", lambda: _tabs(state), urgent=True)
+            parts.change("attempts", lambda: "".join(html.attempts(state, live=True)), urgent=True)
         if not state.awaits_nodes:
             self._note_ranks(state, changed)
             self._note_values(state, changed)

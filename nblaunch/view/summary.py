@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nblaunch._budget import shortened
 from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
 from nblaunch.protocol.client import Event
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
 from nblaunch.protocol.reports import HangReport, by_host, format_ranks, held_lines, plural, ranks_by_answer
 from nblaunch.protocol.state import AttemptState, RunState, hosts_of
 from nblaunch.view.alike import MOST_ROWS, named
-from nblaunch.view.budget import shortened
 from nblaunch.view.output import by_rank
 from nblaunch.view.screen import plain
 
@@ -99,7 +99,6 @@ def others_lines(state: RunState, found: Blame) -> list[str]:
 
 
 def traceback_text(failure: FailureRecord) -> str:
-    """Return a traceback without what differs by machine or run: where Python is installed, ports."""
     text = without_ports(_PLACES.sub("…/", failure.traceback.rstrip("\n")))
     return _CELL_NUMBER.sub("Cell", _KERNEL_FILE.sub("ipykernel", text))
 
@@ -123,7 +122,6 @@ def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
 
 
 def attempt_lines(state: RunState) -> list[str]:
-    """Return a line for each attempt before this one, the latest ten of them."""
     shown, left_out = earlier_attempts(state)
     lines = [attempt_line(attempt, blame(attempt.ranks)) for attempt in shown]
     return [left_out, *lines] if left_out else lines
@@ -139,7 +137,6 @@ class Place:
 
 
 def places(report: HangReport) -> list[Place]:
-    """Return where the ranks were, ranks with the same stack together."""
     found = []
     for group in report.groups:
         line = f"{report.named(group.ranks)} {_stable(group.headline)}"

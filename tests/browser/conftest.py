@@ -49,7 +49,7 @@ def missing(what: str) -> NoReturn:
     """Skip, or fail in CI: there nothing may be left out."""
     if os.environ.get("CI"):
         pytest.fail(f"{what} is missing, and CI runs the browser tests", pytrace=False)
-    pytest.skip(f"{what} is missing (see CONTRIBUTING.md)")
+    pytest.skip(f"{what} is missing (see notebooks/docs/testing.md)")
 
 
 @pytest.fixture(scope="package")

@@ -17,7 +17,9 @@ import pytest
 from .server import Server
 
 if not os.environ.get("CI"):
-    pytest.importorskip("playwright", reason="Playwright for Python is missing (see CONTRIBUTING.md)")
+    pytest.importorskip(
+        "playwright", reason="Playwright for Python is missing (see notebooks/docs/testing.md)"
+    )
 from playwright.sync_api import Locator, Page, expect
 
 __all__ = ["DARK", "LIGHT", "PATIENCE_WITH_PAGES", "SIZES", "Front", "Locator", "expect"]

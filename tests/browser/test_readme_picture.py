@@ -1,4 +1,4 @@
-"""The pictures at the top of the README are of a real run; CONTRIBUTING.md says how to renew them."""
+"""The pictures at the top of the README are of a real run; docs/testing.md says how to make them."""
 
 from __future__ import annotations
 

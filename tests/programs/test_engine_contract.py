@@ -306,7 +306,6 @@ def test_a_python_that_a_host_has_not_is_named(notebook):
     assert re.match("the node on (alpha|beta) ended before it joined, with exit code ", why)
 
 
-@pytest.mark.full
 def test_what_is_advised_where_ssh_refuses_a_host_makes_it_work(ssh_hosts, tmp_path):
     ask = f"-o UserKnownHostsFile={tmp_path}/known -o StrictHostKeyChecking=ask"
     place = Place("ssh", "alpha", {"NBLAUNCH_SSH": f"{ssh_hosts.command} {ask}"})

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lanes import slow
@@ -694,18 +693,12 @@ UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models", 
 """The others run as scripts of nblaunch: tests/programs/test_torchrun_parity.py compares the two."""
 
 
-def lane_of(name: str) -> Any:
-    """Return the case of a round trip, with its lane's mark."""
-    if name == "a training with DDP":  # CI has models in another one
-        return slow(name)
-    quick = name in ("a collective", "functions that have changed since")
-    return pytest.param(name, marks=pytest.mark.quick) if quick else name
-
-
 @pytest.mark.slow_at("settings and models", "arithmetic")
 @pytest.mark.parametrize(
     "name",
-    [lane_of(each) for each in ROUND_TRIPS],
+    [
+        slow(each) if each == "a training with DDP" else each for each in ROUND_TRIPS
+    ],  # CI has models in another one
 )
 def test_a_script_gives_each_rank_the_value_that_the_cell_gave(kernel, there, name):
     notebook, cell = ROUND_TRIPS[name]

@@ -213,7 +213,6 @@ def front_end(panel_kernel):
     panel_kernel.forget()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("lacking", sampled(list(LACKING)))
 def test_a_front_end_that_lacks_something_shows_once_how_a_run_ended(front_end, free, lacking):
     front_end.lacks = LACKING[lacking]

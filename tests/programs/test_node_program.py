@@ -171,7 +171,6 @@ class Notebook:
             base_rank=0,
             world_size=2,
             store=("127.0.0.1", self.stores[-1].port),
-            reason="started",
         )
         self.send(msgspec.structs.replace(complete_rendezvous, **changed))
         self.workers = self.wait_for(wire.Workers, group=group, attempt=attempt).workers
@@ -406,7 +405,7 @@ def test_a_rank_that_dies_is_reported_and_the_node_waits_for_the_next_attempt(no
     assert (gone.exitcode, gone.expected) == (-9, False)
     assert notebook.gone(0).expected
     assert notebook.wait_for(wire.AwaitingRendezvous).after == 0
-    notebook.send(wire.EndGroup(group="g", succeeded=False))
+    notebook.send(wire.EndGroup(group="g"))
     assert notebook.wait_for(wire.NodeEnded, group="g").error == ""
     notebook.finish(node)
 
@@ -423,7 +422,7 @@ def test_one_node_serves_several_groups_at_a_time(notebook):
     notebook.send_to_ranks(cell("rank"), "a")
     assert notebook.values() == [0, 1]
     notebook.open("c")
-    notebook.send(wire.EndGroup(group="c", succeeded=True))
+    notebook.send(wire.EndGroup(group="c"))
     assert notebook.wait_for(wire.NodeEnded, group="c").error == ""
     notebook.finish(node)
 

@@ -25,7 +25,7 @@ HOSTS = {
     *("kaggle.com", "mybinder.org", "pypi.org", "pytorch.org", "semver.org", "slurm.schedmd.com"),
     *("ui.perfetto.dev", "www.kaggle.com", "www.sphinx-doc.org"),
 }
-"""Hosts that pages link to. Whether they answer is a slow lane, as it needs the network: CONTRIBUTING.md."""
+"""Hosts that pages link to. Whether they answer is a slow lane, as it needs the network."""
 pytestmark = pytest.mark.timeout(SECONDS + 20)
 LOADS = {"audio", "embed", "iframe", "img", "input", "link", "object", "script", "source", "track", "video"}
 """Elements by which a page has something else loaded."""

@@ -71,7 +71,6 @@ def test_hang_after_and_a_timeout_name_the_circle_by_groups_and_lines_of_the_cel
     assert kernel.value("res.warnings[0].splitlines()[:2]") == ["nothing heard for 1 s", NAMED]
 
 
-@pytest.mark.full
 def test_stacks_and_an_interrupt_name_the_circle(kernel, stacks, eventually):
     kernel.ok(f"%%distributed --background --out handle{TWO_ORDERS}")
     eventually(lambda: stacks().startswith(NAMED), "the ranks wait for each other")
@@ -81,7 +80,6 @@ def test_stacks_and_an_interrupt_name_the_circle(kernel, stacks, eventually):
     assert error.evalue.splitlines()[1:] == [NAMED]
 
 
-@pytest.mark.full
 def test_ranks_that_send_to_and_fro_are_no_circle_whenever_they_are_looked_at(kernel, stacks, eventually):
     """No two of them are looked at in the same moment: each may be seen waiting for the other."""
     kernel.ok(f"%%distributed --background --out handle{PING_PONG}")
@@ -110,7 +108,6 @@ def test_ranks_that_send_around_are_no_circle_though_all_receive_from_each_other
     kernel.fails("handle.result()")
 
 
-@pytest.mark.full
 def test_a_rank_with_fewer_batches_is_no_circle_and_is_named(kernel):
     error = kernel.fails(f"%%distributed --timeout 3{FEWER}")
     (finding,) = (

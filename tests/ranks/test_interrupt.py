@@ -210,7 +210,6 @@ _keeper.start = start_and_interrupt
 """
 
 
-@pytest.mark.quick
 def test_at_the_moment_in_which_the_runtime_has_been_started(start_kernel):
     """The next cell uses that runtime: another one would find its sockets taken."""
     kernel = start_kernel()
@@ -262,6 +261,7 @@ def test_while_a_value_is_on_its_way(kernel, tmp_path, eventually, where):
     works_again(kernel)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "body",
     [
@@ -300,7 +300,6 @@ RESIST = """
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "body", ["time.sleep(1000)", "sum(range(10**12))"], ids=["ignores signals", "holds the interpreter"]
 )
@@ -326,6 +325,7 @@ def test_a_second_interrupt_skips_the_grace_period(kernel, tmp_path, eventually)
 # --- what is kept, and what is no interrupt --------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_the_result_so_far_is_kept(kernel, tmp_path, eventually):
     at_work, under_way = tmp_path / "at work", tmp_path / "under way"
     cell = f"""
@@ -372,7 +372,6 @@ def test_a_restart_is_not_begun_after_an_interrupt(kernel, tmp_path, eventually)
     assert kernel.value("[len(res.attempts), len(res.failures)]") == [1, 0]
 
 
-@pytest.mark.full
 def test_control_c_ends_a_script_as_a_keyboard_interrupt_does(tmp_path, eventually):
     program = tmp_path / "program.py"
     program.write_text(

@@ -20,6 +20,8 @@ from lanes import sampled
 import nblaunch
 from nblaunch.capture.names import cell_names
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module", params=sampled([2, 4], ci=1), ids=["2 ranks", "4 ranks"])
 def session(request, place):
@@ -650,6 +652,7 @@ def divide_by_zero(array):
     return 1 / (array.size - 1000)
 
 
+@pytest.mark.full
 def test_a_program_that_forgets_its_session_ends(script, place):
     """With ranks at work, too."""
     program = script(f"""

@@ -61,7 +61,6 @@ def burn(path):
         del held
 
 
-@pytest.mark.full
 def test_a_rank_that_computes_and_one_that_holds_memory_can_be_told_apart(tmp_path):
     end = tmp_path / "end"
 
@@ -89,6 +88,7 @@ def test_a_rank_that_computes_and_one_that_holds_memory_can_be_told_apart(tmp_pa
         assert busy.gpu_memory is busy.gpu_percent is None
 
 
+@pytest.mark.quick
 def test_nobody_measures_for_a_run_that_nobody_watches(tmp_path):
     end = tmp_path / "end"
     seen = []
@@ -130,7 +130,6 @@ def late(path):
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_a_rank_that_hangs_is_found_although_others_are_measured_all_the_time(tmp_path):
     end = tmp_path / "end"
 
@@ -146,7 +145,6 @@ def test_a_rank_that_hangs_is_found_although_others_are_measured_all_the_time(tm
     assert len(view.usages(1)) > 1
 
 
-@pytest.mark.full
 def test_ranks_of_a_session_are_measured_in_each_job(place):
     """What is said of a job is not what the session did before it."""
     view = Watching()
@@ -199,7 +197,6 @@ def test_a_process_that_is_gone_or_never_was_is_not_measured(process):
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_64_ranks_cost_about_a_twentieth_of_one_core_at_most(process):
     state = RunState(
         world_size=64,
@@ -282,6 +279,7 @@ def test_a_process_that_the_driver_knows_has_its_own_memory(driver):
     assert known.open == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("device", "visible", "expected"),
     [

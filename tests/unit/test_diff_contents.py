@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.insight.comparing import BLOCK_BYTES, PIECE_BYTES, AskPath, compare, size_of
+from nblaunch.insight.comparing import BLOCK_BYTES, PIECE_BYTES, Ask, compare, size_of
 from nblaunch.insight.difference import Difference
 from nblaunch.probes import contents
 from nblaunch.probes.blocks import HashedTensor, hashed
@@ -359,8 +359,8 @@ def test_only_the_blocks_that_differ_are_read_again(monkeypatch):
 def test_paths_are_looked_for_among_all_entries():
     holding = Holding(lambda _: {"a": 1})
     holding.answer(compare_outline())
-    assert holding.answer(AskPath(0, "x['a']"))
-    assert not holding.answer(AskPath(0, "x['b']"))
+    assert holding.answer(Ask("has", (0, "x['a']")))
+    assert not holding.answer(Ask("has", (0, "x['b']")))
 
 
 def compare_outline():

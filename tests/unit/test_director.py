@@ -168,7 +168,6 @@ def test_ranks_are_in_the_order_of_places_whoever_comes_first():
         base_rank=3,
         world_size=5,
         store=("10.0.0.1", 5),
-        reason="started",
     )
 
 

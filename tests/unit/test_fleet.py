@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import msgspec
@@ -23,6 +24,7 @@ from nblaunch._errors import LaunchError, OptionError, RunFailedError, RunPreemp
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.own_modules import digest_of
+from nblaunch.group.lifecycle import GroupEvent, NodeLeaving, Preemption, PrepareChanged, Trigger
 from nblaunch.host import wire
 from nblaunch.host.hub import Hub
 from nblaunch.host.join import HERE_PLACE, place_of
@@ -46,6 +48,7 @@ from nblaunch.protocol.messages import (
     FromRank,
     Hello,
     Leave,
+    Noticed,
     Payload,
     Prepare,
     Proceed,
@@ -56,6 +59,7 @@ from nblaunch.protocol.messages import (
     decode_to_rank,
     encode,
 )
+from nblaunch.protocol.state import RunState
 
 if TYPE_CHECKING:
     from nblaunch.group.group import WorkerGroup
@@ -92,7 +96,9 @@ class Events:
         self.kept: Mapping[int, int] | None = None
         self.ranks: set[int] = set()
         self.backend = ""
-        self.goes_on = self.saving = False
+        self.life = SimpleNamespace(changing=False, saving=False)
+        self.logs = SimpleNamespace(wrote=lambda _rank: None)
+        self.state = RunState.fresh(0)
         self.told: list[tuple[Any, ...]] = []
         self.ended = threading.Event()
         self.error: BaseException | None = None
@@ -105,39 +111,36 @@ class Events:
     def receive(self, message: FromRank, data: bytes | None = None) -> None:
         self.told.append(("message", message, data))
 
-    def wrote(self, rank: int) -> None: ...
-
-    def node_started(self, workers: tuple[Worker, ...]) -> None:
-        self.ranks |= {each.rank for each in workers}
-        self.told.append(("workers", [each.rank for each in workers]))
-
     def rank_gone(self, exited: Exited) -> None:
         self.told.append(("gone", exited.rank, exited.exitcode, exited.reason))
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         self.told.append(("stopped", sorted(ranks)))
 
-    def node_leaves(
-        self, name: str, *, asked: bool, enough: bool, ranks: frozenset[int], address: str
-    ) -> bool:
-        self.told.append(("leaves", name, asked, enough))
-        assert ranks
-        assert not address, "it is the runtime's own"
-        if enough and self.keep:
-            self.peers.regroup()
-        elif enough:
-            self.peers.rejoin()
-        return enough and not self.keep
-
-    def node_waits(self) -> None:
-        self.told.append(("waits",))
-        self.peers.regroup()
-
-    def engine_reported(self, message: EngineStatus) -> None:
-        self.told.append(("said", message.state, message.joined, message.wanted))
-
-    def placed(self, backend: str, device_type: str) -> None:
-        self.told.append(("placed", backend, device_type))
+    def feed(self, event: GroupEvent) -> None:
+        match event:
+            case NodeLeaving(name, asked, enough, ranks, address):
+                self.told.append(("leaves", name, asked, enough))
+                assert ranks
+                assert not address, "it is the runtime's own"
+                if enough and self.keep:
+                    self.peers.regroup()
+                elif enough:
+                    self.peers.rejoin()
+                self.life.changing = enough and not self.keep
+            case Trigger.NODE_ARRIVED:
+                self.told.append(("waits",))
+                self.peers.regroup()
+            case EngineStatus(state=state, joined=joined, wanted=wanted):
+                self.told.append(("said", state, joined, wanted))
+            case PrepareChanged(backend, device_type):
+                self.told.append(("placed", backend, device_type))
+            case Preemption(why, seconds):
+                self.told.append(("preempted", why, seconds))
+            case Noticed(text=text):
+                self.told.append(("noted", text))
+            case _:
+                raise AssertionError(event)
 
     def attempt_starting(
         self,
@@ -154,26 +157,26 @@ class Events:
         self.told.append(("attempt", number, world_size, reason))
         self.kept, self.ranks = kept, set(kept or ())
 
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        assert not workers, "they have been told"
-        self.told.append(("started", number, world_size, sorted(self.ranks)))
+    def attempt_started(
+        self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
+    ) -> None:
+        if remote:
+            self.ranks |= {each.rank for each in workers}
+            self.told.append(("workers", [each.rank for each in workers]))
+        else:
+            assert not workers, "they have been told"
+            self.told.append(("started", number, world_size, sorted(self.ranks)))
 
     def agent_ended(self, error: BaseException | None) -> None:
         self.error = error
         self.peers.close(succeeded=error is None)
         self.ended.set()
 
-    def preempted(self, why: str, seconds: float | None) -> None:
-        self.told.append(("preempted", why, seconds))
-
     def measured(self, usages: Mapping[int, Usage]) -> None:
         self.told.append(("measured", dict(usages)))
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
         self.told.append(("stacks", stacks))
-
-    def noted(self, text: str) -> None:
-        self.told.append(("noted", text))
 
 
 class Hosts(Allocation):
@@ -989,12 +992,12 @@ def test_of_a_range_a_node_that_is_about_to_be_ended_is_let_go(fleets):
 def test_the_end_of_the_nodes_waits_for_ranks_that_save(fleets):
     events = fleets.group(fleets.fleet())
     nodes = fleets.run_two(events)
-    events.saving = True
+    events.life.saving = True
     Played.asked[0].state = EngineState.ENDED
     nodes[0].send(wire.NodeEnding(seconds=30, words="got SIGTERM", leaves=True))
     wait_until(lambda: ("said", EngineState.ENDED, 2, 2) in events.told, "the engine has said it")
     assert not [each for each in nodes[0].got if isinstance(each, wire.EndGroup)]
-    events.saving = False
+    events.life.saving = False
     nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGUSR1"))  # any turn of the hub
     for node in nodes:
         node.wait_for(wire.EndGroup)

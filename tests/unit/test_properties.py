@@ -12,11 +12,11 @@ import pyte
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from nblaunch._budget import clipped, cost_of_text
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import Message, RunState, advance
 from nblaunch.protocol.transcript import Transcript, printed
-from nblaunch.view.budget import clipped, cost_of_text
 from nblaunch.view.html import render_html
 from nblaunch.view.output import folded, items_of, last_line
 from nblaunch.view.screen import Line, Screen, colored, plain

@@ -14,7 +14,10 @@ from nblaunch.options.table import Option, grouped
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = ROOT / "notebooks" / "docs"
+FOR_CONTRIBUTORS = {"code-map", "testing", "maintaining"}
+"""Pages that CONTRIBUTING.md leads to, and the README does not."""
 OPTIONS_PAGE = PAGES / "options.md"
 BEGIN, END = "<!-- options:begin -->", "<!-- options:end -->"
 MOST_LINES = 110
@@ -101,7 +104,7 @@ def test_the_first_60_lines_hold_a_cell_and_its_output(first_lines):
 
 
 def test_the_readme_shows_the_live_panel_in_light_and_in_dark():
-    """CONTRIBUTING.md says how to renew the pictures, which `tests/browser` makes."""
+    """`notebooks/docs/testing.md` says how to renew the pictures, which `tests/browser` makes."""
     (picture,) = re.findall(r"(?s)<picture>.*?</picture>", README.read_text())
     (dark,) = re.findall(r'<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">', picture)
     ((told, light),) = re.findall(r'<img alt="(.*?)" src="(.*?)">', picture)
@@ -157,7 +160,9 @@ def test_the_page_of_options_has_every_command():
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("page", [README, *sorted(PAGES.glob("*.md"))], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", [README, CONTRIBUTING, *sorted(PAGES.glob("*.md"))], ids=lambda path: path.stem
+)
 def test_every_relative_link_leads_to_a_file_and_a_heading_that_are_there(page):
     for target in links(page.read_text()):
         path, _, anchor = target.partition("#")
@@ -166,14 +171,26 @@ def test_every_relative_link_leads_to_a_file_and_a_heading_that_are_there(page):
         assert not anchor or anchor in anchors(file), target
 
 
-def test_the_readme_leads_to_every_page():
+def test_contributing_is_a_screen_and_a_half_and_leaves_the_rest_to_pages_of_the_site():
+    assert len(CONTRIBUTING.read_text().splitlines()) < 80
+
+
+def test_the_readme_or_contributing_leads_to_every_page():
     found = {(ROOT / each).resolve() for each in links(README.read_text())}
+    contributing = {(ROOT / each).resolve() for each in links(CONTRIBUTING.read_text())}
+    assert {PAGES / f"{name}.md" for name in FOR_CONTRIBUTORS} <= contributing
     # What the site takes from the repository's top has its link there.
-    pages = {path for path in PAGES.glob("*.md") if path.stem not in ("contributing", "changelog")}
-    assert pages | {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "LICENSE"} <= found
+    pages = {
+        path
+        for path in PAGES.glob("*.md")
+        if path.stem not in FOR_CONTRIBUTORS | {"contributing", "changelog"}
+    }
+    assert pages | {CONTRIBUTING, ROOT / "CHANGELOG.md", ROOT / "LICENSE"} <= found
 
 
-@pytest.mark.parametrize("page", [README, *sorted(PAGES.glob("*.md"))], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", [README, CONTRIBUTING, *sorted(PAGES.glob("*.md"))], ids=lambda path: path.stem
+)
 def test_every_file_that_is_named_is_there(page):
     named = re.findall(r"`((?:notebooks|tests|binder)/[\w./-]+|[A-Z]+(?:\.md)?)`", page.read_text())
     files = [name for name in named if "/" in name or name.endswith(".md") or name == "LICENSE"]

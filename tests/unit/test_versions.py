@@ -69,7 +69,7 @@ def test_the_package_knows_its_version_also_where_it_is_not_installed():
 
 
 BEGIN, END = "<!-- versions:begin -->", "<!-- versions:end -->"
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+MAINTAINING = ROOT / "notebooks" / "docs" / "maintaining.md"
 
 
 PYTHON = PROJECT["requires-python"].removeprefix(">=")
@@ -78,7 +78,7 @@ TRIED = {"Python": ("3.11.7", "3.14.10"), "torch": ("2.8.0", "2.15.0")}
 
 
 def versions_table() -> str:
-    """Return the table of CONTRIBUTING.md: what nblaunch needs, and the versions of each that are tested."""
+    """Return the table of maintaining.md: what nblaunch needs, and the versions of each that are tested."""
     newest, oldest = pins("constraints.txt"), pins("constraints-oldest.txt")
     allowed = {"Python": PYTHON, **DEPENDENCIES}
     tested = {name: (oldest[name], newest[name]) for name in DEPENDENCIES} | TRIED
@@ -101,9 +101,9 @@ def with_versions(text: str) -> str:
 
 
 def test_the_documents_have_the_oldest_and_the_newest_versions_in_one_table():
-    text = CONTRIBUTING.read_text()
+    text = MAINTAINING.read_text()
     assert with_versions(text) == text, "python tests/unit/test_versions.py"
 
 
 if __name__ == "__main__":
-    CONTRIBUTING.write_text(with_versions(CONTRIBUTING.read_text()))
+    MAINTAINING.write_text(with_versions(MAINTAINING.read_text()))

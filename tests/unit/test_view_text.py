@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nblaunch._budget import cost_of_text, fair_limit, shortened
 from nblaunch.protocol.messages import (
     AttemptStarted,
     Cleared,
@@ -28,7 +29,6 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.state import Message, RunState, advance
 from nblaunch.protocol.transcript import Text, Transcript, displayed, printed
-from nblaunch.view.budget import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import last_line
 from nblaunch.view.screen import BOLD, ITALIC, PLAIN, UNDERLINE, Screen, colored, plain
 from nblaunch.view.summary import Header, traceback_text

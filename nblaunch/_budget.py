@@ -1,16 +1,19 @@
-"""What text costs in a saved notebook, and text cut to a cost."""
+"""Text cut to a size, which is counted in characters (`len`), or in what text costs in a saved notebook."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # In HTML and then in JSON. A notebook holds text as a list of lines, each indented and quoted: a line end
 # takes 13 bytes more than itself.
 _COSTS = (("&", 4), ("<", 3), (">", 3), ("'", 5), ('"', 5), ("\\", 1), ("\n", 13))
 _COSTLY = re.compile(r"""[^ !#-%(-;=?-\[\]-~]""")
 _MAXIMUM_COST = 14
+_NOTE = 32
+
+Cost = Callable[[str], int]
 
 
 def cost_of_text(text: str) -> int:
@@ -22,33 +25,34 @@ def cost_of_text(text: str) -> int:
     return len(text.encode("utf-8", "replace")) + more
 
 
-def shortened(text: str, limit: int) -> str:
-    """Return `text`, its middle left out where it takes more than `limit` bytes in a saved notebook.
+def shortened(text: str, limit: int, cost: Cost = cost_of_text) -> str:
+    """Return `text`, its middle left out where it takes more than `limit`.
 
-    >>> shortened("ha" * 100, 20)
-    'hahahahahahah … 181 characters left out … hahaha'
+    >>> shortened("ha" * 100, 60)
+    'hahahahahahahahahaha … 170 characters left out … hahahahaha'
     """
-    if _fits(text, limit):
+    if _fits(text, limit, cost):
         return text
-    start = _fitting(text, limit * 2 // 3)
-    length = _fitting(text[start:][::-1], limit // 3)
+    room = max(limit - _NOTE, limit // 2)
+    start = _fitting(text, room * 2 // 3, cost)
+    length = _fitting(text[start:][::-1], room // 3, cost)
     left_out = len(text) - start - length
     return f"{text[:start]} … {left_out} characters left out … {text[len(text) - length :]}"
 
 
-def clipped(text: str, limit: int) -> str:
-    """Return the beginning of `text`, as many bytes of it as `limit` allows in a saved notebook."""
-    return text if _fits(text, limit) else f"{text[: _fitting(text, limit)].rstrip()} …"
+def clipped(text: str, limit: int, cost: Cost = cost_of_text) -> str:
+    """Return the beginning of `text`, as much of it as `limit` allows."""
+    return text if _fits(text, limit, cost) else f"{text[: _fitting(text, limit, cost)].rstrip()} …"
 
 
-def _fits(text: str, limit: int) -> bool:
-    return len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit
+def _fits(text: str, limit: int, cost: Cost) -> bool:
+    return len(text) * _MAXIMUM_COST <= limit or cost(text) <= limit
 
 
-def _fitting(text: str, limit: int) -> int:
+def _fitting(text: str, limit: int, cost: Cost) -> int:
     """Return how many characters from the start of `text` cost no more than `limit`."""
     ends = range(min(len(text), limit) + 1)
-    return max(bisect_right(ends, limit, key=lambda end: cost_of_text(text[:end])) - 1, 0)
+    return max(bisect_right(ends, limit, key=lambda end: cost(text[:end])) - 1, 0)
 
 
 def fair_limit(costs: Iterable[int], budget: int) -> int:
