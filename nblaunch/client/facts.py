@@ -1,4 +1,4 @@
-"""What the report of a finished job is made of: its result, its state, its options, this environment."""
+"""The facts in the report of a finished job, from its result, state, options and environment."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class JobReporter:
 
     @property
     def _broke(self) -> tuple[str, FailureKind | None]:
-        """What broke the group, in words, and its kind."""
+        """The error that ended the group, as text, and its kind."""
         if self.end.launch_failure is not None:
             phase, message = self.end.launch_failure
             return f"phase '{phase}': {message}", LaunchError("", phase=phase).kind

@@ -38,7 +38,7 @@ STANDBY_SWITCH = "NBLAUNCH_STANDBY"
 
 @dataclass(frozen=True, slots=True)
 class RankPayload:
-    """What `ranks` are sent with a job, and all others that have no payload of their own."""
+    """The payload of a job for `ranks`, and for all ranks that have no payload of their own."""
 
     captured: Captured
     ranks: frozenset[int] = frozenset()
@@ -51,7 +51,7 @@ class JobRanks:
 
     runtime: Runtime
     key: str
-    """What the runtime calls them."""
+    """Their name in the runtime."""
     notices: tuple[str, ...] = ()
     """About their place, for the result of a run."""
 
@@ -147,7 +147,7 @@ class ClientJob:
 
     @property
     def error(self) -> BaseException | None:
-        """What broke the group."""
+        """The error that ended the group."""
         return None if self.end.error is None else self.end.error.error()
 
 

@@ -288,7 +288,7 @@ def _follow_to_end(job: ClientJob, view: View, wait: JobWait) -> Outcome:
 
 
 class StaleError(Exception):
-    """The session's ranks are others than those that the job was captured for."""
+    """The session's ranks were replaced after the job was captured."""
 
 
 def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:

@@ -173,7 +173,7 @@ class LiveSession:
         """Another client, the owner."""
         self._watches_only = opened.watches_only
         self._owns = opened.held_by is None and not opened.watches_only
-        """Whether this process is the owner; where there is none, each may submit."""
+        """Whether this process is the owner; any client may submit to a session without one."""
         self._losses = 0
         """How often another client has taken the session over."""
         self._finalizer = weakref.finalize(
@@ -797,7 +797,7 @@ def _steps_of(name: str) -> list[str]:
 
 
 def _release_ranks(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
-    """Have the ranks of a session that was forgotten leave, unless they are to stay; never waits."""
+    """End the ranks of a session that was garbage-collected, unless they are detached; never waits."""
     if dismiss:
         runtime.note(wire.DismissSession(session=key))
     line.close()

@@ -394,7 +394,7 @@ _KEYWORD_MEANINGS = {
     for each in _OF_RUN
     for spelling in each.spellings
 } | {f"{keyword}=": f"{keyword}=" for each in _OF_RUN for keyword in each.keywords}
-"""What may be written as a keyword, also by someone who thinks of the flag, and the keyword it stands for."""
+"""Spellings of keywords, also those of the flags, and the keyword that each stands for."""
 
 # `help(nblaunch.LaunchOptions)` is where someone without the docs at hand looks.
 LaunchOptions.__doc__ = f"{LaunchOptions.__doc__}\n{plain_help(OPTIONS)}\n"

@@ -27,7 +27,7 @@ from nblaunch.protocol.reports import HangReport
 CLIENT_PROTOCOL = 9
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + wire.PROTOCOL_VERSION
-"""What a client and a runtime compare: messages of ranks travel to clients as they are."""
+"""The version that a client and a runtime compare: clients get messages of ranks unchanged."""
 
 
 # Parts of messages.
@@ -53,14 +53,14 @@ class Caller:
 
     pid: int = 0
     name: str = ""
-    """What messages call it: "the notebook's kernel"."""
+    """Its name in messages: "the notebook's kernel"."""
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     _errors.CaptureError: ("name", "path", "size"),
     _errors.LaunchError: ("phase",),
 }
-"""What an error has besides its text; a result is not sent with the error."""
+"""The fields of an error besides its text; a result is not sent with the error."""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -134,7 +134,7 @@ class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
 
 
 class EarlyEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """What ended a job early: an interrupt, or its timeout.
+    """The early end of a job, by an interrupt or its timeout.
 
     `notices_from` is how many notices there were before.
     """
@@ -178,7 +178,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None
     given_by: str = ""
     dropped: str = ""
-    """What is no longer kept of it, in words."""
+    """The parts of it that are no longer kept, in words."""
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ class SessionRecord(msgspec.Struct, frozen=True):
     linger_left: float | None = None
     session: str = ""
     grace: float = 0.0
-    """How long its ranks, or those of its job, have after an interrupt, in seconds."""
+    """The grace period after an interrupt, in seconds."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -282,7 +282,7 @@ class NodeEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerToClient(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What a runtime answers."""
+    """An answer of the runtime."""
 
 
 class RuntimeWelcome(AnswerToClient, frozen=True):
@@ -389,7 +389,7 @@ AnswerT_co = TypeVar("AnswerT_co", bound=AnswerToClient, covariant=True)
 
 
 class Request(msgspec.Struct, Generic[AnswerT_co], frozen=True, tag=True, kw_only=True):
-    """What a client asks; the class says what answers it, besides `RequestFailed`."""
+    """A request of a client, generic in its answer, which may also be `RequestFailed`."""
 
 
 class _JobRequest(Request[AnswerT_co], frozen=True):
@@ -450,11 +450,11 @@ class SubmitJob(Request[Submitted | Stale], frozen=True):
 
 
 class WatchJob(_JobRequest[JobSnapshot], frozen=True):
-    """Send the job's state, then what it folds."""
+    """Send the job's state, then each message that changes it."""
 
 
 class UnwatchJob(_JobRequest[Done], frozen=True):
-    """Stop sending what the job folds."""
+    """Stop sending the job's messages."""
 
 
 class InterruptJob(_JobRequest[Done], frozen=True):

@@ -48,7 +48,7 @@ def most_values() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is kept of a session's jobs: so many jobs, and so many of their states in memory too.
+    """How many jobs of a session are kept, and how many of their states in memory too.
 
     `state` is for the bytes of each state, and `values` for those of all values together.
     """

@@ -128,7 +128,7 @@ class _Outbox:
 
 
 class ConnectionOwner(Protocol):
-    """What the owner of the connections does with them, on the hub's thread.
+    """The owner of the connections, called on the hub's thread.
 
     `handle` gets a request and its number; what it raises is the answer. `lost` gets a client that was
     welcome and is gone. `caught_up` gets one that has missed folded messages and reads again.
@@ -175,7 +175,7 @@ class ClientConnection:
 
     @property
     def record(self) -> wire.ClientRecord:
-        """Who it is. Only once it is authenticated."""
+        """The client's identity. Only once it is authenticated."""
         known = self.introduced
         assert known is not None  # noqa: S101 - all who ask have one that was welcome
         return wire.ClientRecord(

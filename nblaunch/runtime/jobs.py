@@ -92,7 +92,7 @@ class RunningJob(Job):
         self.when_over: list[Callable[[], None]] = []
         """Called once it has ended."""
         self.ended_with = ""
-        """What ends it besides itself: another client stops the session."""
+        """Why it is ended from outside: another client stops the session."""
         self.let_go: Callable[[], None] = lambda: None
         """Called once no result refers to it."""
         self._measured_by: WorkerGroup | None = None
@@ -225,12 +225,12 @@ class RunningJob(Job):
         return "" if files is None else str(Path(files.stdout).parents[2])
 
     def drop_values(self) -> None:
-        """Close what the ranks have returned: whoever watches the job now gets no values."""
+        """Close the returned values: clients that watch the job from now on get none."""
         self._values_released = True
         self.release_values()
 
     def taken_by(self, connection: ClientConnection) -> None:
-        """Know that a client has mapped the values; the last one that was told of them releases them."""
+        """Note that a client has mapped the values; once all clients have, they are released."""
         if connection in self._takers:
             self._takers.discard(connection)
             if not self._takers:
@@ -313,7 +313,7 @@ class RunningJob(Job):
 
 
 def without_values(state: RunState, why: str) -> RunState:
-    """Return a state whose values are gone; those that are part of the state are there."""
+    """Return a state without its values, except for inline ones."""
     return replace(state, ranks={rank: _without_value(each, why) for rank, each in state.ranks.items()})
 
 

@@ -1,4 +1,4 @@
-"""What a runtime does for its clients: one method for each request.
+"""The requests of clients: one method for each.
 
 A method runs on the hub's thread and returns the answer, None for a request that has none, or, where it would
 have to wait, a function that returns the answer on a thread of a pool; its None is `Done`.
@@ -60,7 +60,7 @@ class RequestHandler:
         self.stopping = False
         """Whether a client has stopped the runtime."""
         self.unused = False
-        """Whether it ends because nobody has needed it for long enough: it takes no client any more."""
+        """Whether it ends because it was unused for long enough: it accepts no client any more."""
         self._registration = registration
         self.changed = threading.Event()
         """Set when a client goes, a job of a detached session ends, or the runtime is stopped."""
@@ -541,7 +541,7 @@ class RequestHandler:
         self.changed.set()
 
     def linger_left(self) -> float | None:
-        """Return in how many seconds this runtime ends by itself; None if nobody waits for that.
+        """Return in how many seconds this runtime ends by itself, or None if it does not.
 
         Nobody would find one whose owner has gone before it opened a session that outlives it.
         """

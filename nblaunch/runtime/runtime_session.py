@@ -82,7 +82,7 @@ class RuntimeSession:
 
     @property
     def grace(self) -> float:
-        """How long the running job has after an interrupt; without one, the ranks themselves; in seconds."""
+        """The grace period of the running job, or of the ranks without one, in seconds."""
         running = self.running
         return max(self.options.grace, 0.0 if running is None else running.order.options.grace)
 
@@ -118,7 +118,7 @@ class RuntimeSession:
         self._forgotten(number)
 
     def _forgotten(self, number: int) -> None:
-        """Give back the room of logs to which nobody comes back."""
+        """Free the space of logs that cannot be opened any more."""
         if number in self.unreleased or self._logs.pop(number, None) is None:
             return
         running: Mapping[int, Mapping[int, wire.RankLogFiles]] = {}
@@ -297,7 +297,7 @@ class RuntimeSession:
             self.take_jobs_of(connection)
 
     def take_jobs_of(self, connection: ClientConnection) -> None:
-        """Take jobs from this client, which also answers the questions of the ranks, and nobody else."""
+        """Make this client the owner: it alone submits jobs and answers the questions of the ranks."""
         before, self.owner = self.owner, connection
         job = self.running
         if job is not None and not job.order.query and not job.is_of(connection):
