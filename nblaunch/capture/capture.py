@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch._errors import CaptureError
 from nblaunch.capture import pickling
-from nblaunch.capture.names import cell_names
+from nblaunch.capture.names import CellNames
 from nblaunch.capture.parts import attributes_of, fact_of
 from nblaunch.capture.pickling import Known, Packed
 
@@ -65,21 +65,12 @@ class Captured:
     """What the user should know of the variables in it."""
 
 
-def capture_cell(
-    source: str,
-    namespace: dict[str, Any],
-    transform: Callable[[str], str] = str,
-    *,
-    known: Known | None = None,
-) -> Captured:
-    """Capture the variables of `namespace` that a cell needs; `source` is plain Python, magics transformed.
+def capture_cell(names: CellNames, namespace: dict[str, Any], *, known: Known | None = None) -> Captured:
+    """Capture the variables of `namespace` that a cell needs.
 
-    `transform` does that for cells within the cell (below a `%%time` of its own). `known` is what the ranks
-    have already, None for fresh ones. Fresh ranks get only the part of a tensor's storage that is shown.
-
-    Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
+    `known` is what the ranks have already, None for fresh ones. Fresh ranks get only the part of a tensor's
+    storage that is shown. Raises `CaptureError` for the first value that cannot be sent.
     """
-    names = cell_names(source, transform=transform)
     used = names.needed | names.maybe
     available = notebook_names(namespace)
     lacking = (used if known is None else known.needs(used)) & available

@@ -23,9 +23,10 @@ from nblaunch.protocol.messages import (
     RankPlace,
     Returned,
     Started,
+    encode,
 )
 from nblaunch.protocol.reports import HangReport, LocatedAll, by_host
-from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
+from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header, hang_lines, headline
@@ -211,7 +212,7 @@ def test_the_backend_in_the_head_is_that_of_the_nodes_once_they_have_met():
     started = AttemptStarted(number=0, world_size=16, time=1.0, backend="cpu:gloo,cuda:nccl")
     state = advance(state, started)
     assert headline(state, "cell", "gloo") == "cell · 16 ranks · cpu:gloo,cuda:nccl"
-    assert decode_state(encode_state(state)) == state
+    assert decode_state(encode(state)) == state
     again = advance(state, AttemptStarted(number=1, world_size=8, time=1.0))
     assert headline(again, "cell", "gloo") == "cell · 8 ranks · cpu:gloo,cuda:nccl"
 
