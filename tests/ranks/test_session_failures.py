@@ -25,6 +25,7 @@ from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
 import nblaunch
+from nblaunch.capture.names import cell_names
 from nblaunch.group import recovery
 from nblaunch.rank import in_place
 
@@ -215,7 +216,7 @@ def failing_cell(
     from nblaunch.protocol.messages import CellJob
 
     job = CellJob(source, "<session cell>", "session cell", first_line=1)
-    finished = session._live.prepare_cell(job, source, {}, str, options=options)(None)
+    finished = session._live.prepare_cell(job, cell_names(source), {}, options=options)(None)
     assert isinstance(finished.error, nblaunch.RunFailedError)
     return finished.error
 
@@ -236,7 +237,7 @@ def test_a_collective_that_only_some_ranks_were_asked_for_is_freed(session):
     from nblaunch.protocol.messages import CellJob
 
     job = CellJob(source, "<session cell>", "session cell", first_line=1)
-    finished = session._live.prepare_cell(job, source, {}, str, ranks=[1], options=options)(None)
+    finished = session._live.prepare_cell(job, cell_names(source), {}, ranks=[1], options=options)(None)
     assert isinstance(finished.error, nblaunch.RunTimeoutError)
     assert finished.result is not None
     assert finished.result.warnings[-1] == REFORMED
@@ -737,8 +738,8 @@ def test_heals_let_nothing_grow_in_the_ranks(session):
 
 @pytest.mark.parametrize(
     ("warm_up", "times", "windows"),
-    [full((60, 40, 4)), pytest.param(100, 300, 3, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
-    ids=["220 cells", "1000 cells"],
+    [full((60, 40, 4)), pytest.param(100, 250, 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    ids=["220 cells", "1100 cells"],
 )
 def test_cells_in_one_session_let_nothing_grow(warm_up, times, windows, tmp_path, place):
     options = json.dumps(place.options(2))

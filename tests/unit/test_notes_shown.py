@@ -17,8 +17,9 @@ from nblaunch.protocol.messages import (
     RunPreempted,
     Waiting,
     Where,
+    encode,
 )  # fmt: skip
-from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
+from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import Drawing, RankNotes
 from nblaunch.view.summary import AGAIN, Header
@@ -105,7 +106,7 @@ def test_a_run_whose_nodes_were_taken_back_is_shown_as_that_in_all_views(preempt
     for shown in (page, parts["failure"]):
         assert f"preempted: {WHY}" in shown
         assert "Root cause" not in shown
-    assert decode_state(encode_state(preempted)).summary == preempted.summary, "in another process, too"
+    assert decode_state(encode(preempted)).summary == preempted.summary, "in another process, too"
 
 
 def test_a_live_panel_says_at_once_that_the_nodes_are_taken_back():
