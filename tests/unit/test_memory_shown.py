@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from numpy.lib.stride_tricks import sliding_window_view
 from shown_runs import run_of
 
 from nblaunch._resident import own_memory_here, resident_of, set_back_peak
@@ -187,11 +188,7 @@ def with_a_view():
     ("make", "name", "size"),
     [
         (with_a_view, "part", 40_000_000),
-        (
-            {"windows": np.lib.stride_tricks.sliding_window_view(np.zeros(2_000_000), 3)},
-            "windows",
-            16_000_000,
-        ),
+        (lambda: {"windows": sliding_window_view(np.zeros(2_000_000), 3)}, "windows", 16_000_000),
         (lambda: {"nested": within_itself()}, "nested[0]", 8_000_000),
     ],
     ids=["a view and its base, by the first name", "a window onto an array", "a container within itself"],
