@@ -133,7 +133,7 @@ def state_word(state: State, phase: str = "") -> str:
 
 
 def short_host(host: str) -> str:
-    """Return what tells a host apart: not its domain, and the end of a long name.
+    """Return a short name of a host: without its domain, only the end of a long one.
 
     >>> short_host("gpu-node-001.cluster.example.org"), short_host("a-very-long-name-of-a-host-17")
     ('gpu-node-001', '…name-of-a-host-17')
@@ -200,7 +200,7 @@ def _appearance(known: RankState) -> tuple[object, ...]:
 
 
 def _card(known: RankState, ranks: RankNotes) -> str:
-    """Return what a rank's card has, but for what it uses and what it printed."""
+    """Return a rank's card without its usage and its output."""
     full = plain(ranks.hosts.get(known.rank, ""))
     host, device = short_host(full), plain(known.device or "")
     pid = "" if known.pid is None else f"pid {known.pid}"
@@ -236,7 +236,7 @@ _USAGE: tuple[tuple[str, Callable[[RankState], float | None]], ...] = (
 
 
 def usage_of(ranks: Sequence[RankState]) -> str:
-    """Return what ranks use, as ranges where they differ: `CPU 88-96 % · 231-240 MiB`."""
+    """Return the usage of some ranks, as ranges where they differ: `CPU 88-96 % · 231-240 MiB`."""
     parts: list[str] = []
     for name, figure in _USAGE:
         running = (known for known in ranks if "peak" in name or not known.state.final)
@@ -421,7 +421,7 @@ def _counts(state: RunState) -> str:
 
 
 class Parts:
-    """The parts that the page has, and those that have changed: drawn when there is room to send them.
+    """The parts of the page, and changed parts that are drawn once there is room to send them.
 
     What matters first is sent first, of the rest what has waited longest.
     """
@@ -439,7 +439,7 @@ class Parts:
         return bool(self._waiting)
 
     def change(self, key: str, draw: Callable[[], str], *, urgent: bool = False) -> None:
-        """Have a part drawn anew; an urgent one is sent at once."""
+        """Mark a part as changed; an urgent one is sent at once."""
         (self._urgent if urgent else self._waiting)[key] = draw
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -453,7 +453,7 @@ class Parts:
         self._room -= size
 
     def send(self, now: float) -> dict[str, str | None]:
-        """Return what has changed, by key, as far as there is room; None for a part that is gone."""
+        """Return the changed parts by key, as far as there is room; None for a part that is gone."""
         if self._filled is not None:
             self._room = min(self._room + BYTES_PER_SECOND * (now - self._filled), _BURST)
         self._filled = now
@@ -520,7 +520,7 @@ class Drawing:
         self._lock = threading.Lock()
 
     def changes(self, state: RunState, now: float) -> Delta | None:
-        """Return what has changed since the last call, or None."""
+        """Return the changes since the last call, or None."""
         with self._lock:
             busy = self._feed.busy or self._parts.busy
             if state is self._seen and now < self._due and not busy:
@@ -548,7 +548,7 @@ class Drawing:
             )
 
     def curves(self, state: RunState) -> Curves:
-        """Return what ranks have logged up to this state."""
+        """Return the logged numbers up to this state."""
         with self._lock:
             self._curves.update(state.metrics)
             return self._curves
@@ -637,7 +637,7 @@ class Drawing:
             parts.change(key, partial(_group, known, self._ranks), urgent=True)
 
     def _note_values(self, state: RunState, changed: set[int]) -> None:
-        """Draw the values when one is new: those that differ, and those that are more than a short text."""
+        """Draw the values when one is new."""
         if not any(state.ranks[rank].value_text or state.ranks[rank].value_html for rank in changed):
             return
         values = {
