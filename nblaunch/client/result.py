@@ -122,7 +122,7 @@ def _unpickled(job: ClientJob) -> tuple[dict[int, Any], RunState]:
 
 
 def _attempt(job: ClientJob, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
-    logs = job.logs.get(attempt.number, {})
+    logs = {each.rank: each for each in job.end.logs.get(attempt.number, ())}
     failures = tuple(
         _failure(each, attempt.ranks[each.rank], logs.get(each.rank), job.options)
         for each in blame(attempt.ranks).failures

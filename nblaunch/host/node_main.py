@@ -460,7 +460,7 @@ class NodeHost:
                 self._leaves_since = time.monotonic()
             if seconds:
                 send_to_notebook(
-                    self._socket, wire.Notice(seconds=seconds, words=f"got {name}", leaves=not warns)
+                    self._socket, wire.NodeEnding(seconds=seconds, words=f"got {name}", leaves=not warns)
                 )
 
     def _stop_obeying(self) -> None:

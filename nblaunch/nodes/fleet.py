@@ -465,7 +465,7 @@ class NodeFleet:
         if why and not (self._ended or self._closed):
             self._preempt(why, seconds)
 
-    def _noticed(self, node: FleetNode, notice: wire.Notice) -> None:
+    def _noticed(self, node: FleetNode, notice: wire.NodeEnding) -> None:
         """Have all ranks save before the engine ends a node, unless the others can go on without it."""
         enough = self.conf.least < self.conf.most and len(self._nodes) > self.conf.least
         if self._askings:
@@ -510,7 +510,7 @@ class NodeFleet:
                 self._check.take(node.name, message)
             case wire.Leaving():
                 self._leave(identity)
-            case wire.Notice():
+            case wire.NodeEnding():
                 self._noticed(node, message)
             case wire.CodeLacking():
                 self.code.answer(identity, message)

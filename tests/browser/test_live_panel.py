@@ -15,7 +15,6 @@ def cell(ranks: int, body: str) -> str:
 
 
 @pytest.mark.slow_at("notebook7")
-@pytest.mark.quick
 def test_output_is_there_while_the_cell_still_blocks(front, gate):
     front.start(cell(2, f"print('one from', rank)\n{gate.wait('first')}\nprint('two')\n{gate.wait()}\nrank"))
     expect(front.output).to_contain_text("one from 0")
@@ -283,6 +282,7 @@ def test_a_script_that_a_rank_prints_stays_text(front, gate):
     assert front.page.title() not in ("printed", "1")
 
 
+@pytest.mark.once
 def test_the_panel_is_at_home_in_a_dark_theme(front, gate):
     front.theme(DARK)
     front.start(cell(2, f"import sys\nprint('out')\nprint('err', file=sys.stderr)\n{gate.wait()}"))

@@ -92,7 +92,6 @@ def test_a_kernel_takes_its_own_session_along_and_leaves_the_detached_one(detach
     assert other.value("kept") == [2, 2]
 
 
-@pytest.mark.quick
 def test_a_session_ends_once_nobody_has_used_it_for_its_linger_time(detached_kernels, eventually, free):
     kernel = detached_kernels()
     kernel.ok("%distributed start -n 2 --detach --session train --linger 1s")

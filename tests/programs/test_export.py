@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lanes import slow
@@ -690,23 +689,23 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
 }
 
 
+IN_CI = {
+    *(
+        "a collective",
+        "functions and classes of other cells",
+        "arrays and tensors as they are",
+        "IPython's own",
+    ),
+    *("functions that have changed since", "classes that have changed since", "gradients and hooks"),
+    *("names that only running the cell shows", "things without source"),
+}
+"""CI also runs the programs of `tests/ranks/differential` as exported scripts."""
+
 UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models", "gradients and hooks")
 """The others run as scripts of nblaunch: tests/programs/test_torchrun_parity.py compares the two."""
 
 
-def lane_of(name: str) -> Any:
-    """Return the case of a round trip, with its lane's mark."""
-    if name == "a training with DDP":  # CI has models in another one
-        return slow(name)
-    quick = name in ("a collective", "functions that have changed since")
-    return pytest.param(name, marks=pytest.mark.quick) if quick else name
-
-
-@pytest.mark.slow_at("settings and models", "arithmetic")
-@pytest.mark.parametrize(
-    "name",
-    [lane_of(each) for each in ROUND_TRIPS],
-)
+@pytest.mark.parametrize("name", [each if each in IN_CI else slow(each) for each in ROUND_TRIPS])
 def test_a_script_gives_each_rank_the_value_that_the_cell_gave(kernel, there, name):
     notebook, cell = ROUND_TRIPS[name]
     for each in notebook:

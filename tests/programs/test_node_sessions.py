@@ -179,7 +179,6 @@ def test_a_run_starts_again_on_the_same_nodes():
 # --- a session ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_a_session_on_two_nodes_keeps_its_variables(shared):
     result = shared.cell(f"{SUM.strip()} * 100")
     assert list(result.values) == [300, 300]

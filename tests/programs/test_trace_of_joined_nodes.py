@@ -181,7 +181,6 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         each.close()
 
 
-@pytest.mark.full
 def test_a_group_without_its_node_ends_as_one_whose_rank_has_failed(scene):
     run = scene("2")
     node = run.join()
@@ -190,7 +189,6 @@ def test_a_group_without_its_node_ends_as_one_whose_rank_has_failed(scene):
     assert run.finish() == LOST
 
 
-@pytest.mark.full
 def test_nodes_that_come_and_go_change_the_membership_and_nothing_else(scene, tmp_path):
     run = scene("1:2")
     run.at_work(1)

@@ -101,7 +101,6 @@ def test_all_ranks_are_lost_with_the(who, nproc, tmp_path):
     must_work(nproc)
 
 
-@pytest.mark.full
 def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
     usual(2)
 
@@ -121,7 +120,6 @@ def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
 
 
 @pytest.mark.slow_at("later-fork server", "at once-keeper", "at once-fork server")
-@pytest.mark.full
 @pytest.mark.parametrize("who", sampled(["fork server", "keeper"]))
 @pytest.mark.parametrize("noticed", [False, True], ids=["at once", "later"])
 def test_the_next_run_starts_another(who, noticed):
@@ -321,7 +319,6 @@ def on_a_tiny_disk(tmp_path):
 NONE, ONES = len("None"), len("tensor([1., 1., 1.,  ..., 1., 1., 1.])")
 
 
-@pytest.mark.full
 def test_on_a_disk_that_fills_up_runs_go_on_and_say_what_was_dropped(on_a_tiny_disk):
     done = on_a_tiny_disk(FULL_DISK, "during")
     assert done.returncode == 0, done.stderr
@@ -342,7 +339,6 @@ def test_on_a_disk_that_fills_up_runs_go_on_and_say_what_was_dropped(on_a_tiny_d
     assert done.stderr == ""
 
 
-@pytest.mark.full
 def test_a_disk_that_is_full_from_the_beginning_is_passed_over(on_a_tiny_disk):
     done = on_a_tiny_disk(FULL_DISK, "before")
     assert done.returncode == 0, done.stderr
@@ -354,7 +350,6 @@ def test_a_disk_that_is_full_from_the_beginning_is_passed_over(on_a_tiny_disk):
 # --- and all of it from a notebook -----------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_a_notebook_survives_the_death_of_all_of_its_processes(kernel):
     """One after the other: the ranks, the fork server, the keeper."""
     for victim in ("ranks", "server", "keeper"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lanes import sampled
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.quick]
 
 README_CELL = """
 %%distributed -n 2 --out res
@@ -357,6 +357,7 @@ def test_a_syntax_error_shows_the_cells_own_line(kernel, body, line, shown):
 # --- the terminal ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_magic_works_in_terminal_ipython(terminal):
     done = terminal(
         [
@@ -372,6 +373,7 @@ def test_the_magic_works_in_terminal_ipython(terminal):
     assert done.stderr == ""
 
 
+@pytest.mark.full
 def test_an_error_in_terminal_ipython_shows_the_cells_line_only(terminal):
     done = terminal(["%load_ext nblaunch", "%%distributed -n 2\nif rank == 1:\n    1 / 0", "1 + 1"])
     assert done.returncode == 1

@@ -26,6 +26,7 @@ def alive(kernel, pids):
 # --- what the reader is told -----------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_the_error_names_the_rank_the_exception_and_the_cells_own_line(kernel):
     error = kernel.fails(FAILS_ON_RANK_1)
     assert error.ename == "RunFailedError"
@@ -88,6 +89,7 @@ def test_a_stopped_rank_is_no_failure_and_says_so(kernel):
     assert kernel.fails("res[0]").ename == "RunFailedError"
 
 
+@pytest.mark.quick
 def test_the_first_to_fail_is_the_root_cause_and_those_it_takes_along_are_consequences(kernel):
     error = kernel.fails("""
     %%distributed -n 4 --out res
@@ -222,6 +224,7 @@ def test_sys_exit_without_a_code_ends_the_cell_with_none(kernel):
     assert kernel.value("[res.ok, res.values]") == [True, [0, None]]
 
 
+@pytest.mark.quick
 def test_what_a_rank_printed_before_it_died_is_there(kernel):
     kernel.fails(
         "%%distributed -n 2 --out res\nimport os\nprint('last words')\nif rank: os.kill(os.getpid(), 9)\n1"
@@ -232,6 +235,7 @@ def test_what_a_rank_printed_before_it_died_is_there(kernel):
 # --- restarts, time limits, interrupts -------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_with_a_restart_the_values_are_those_of_the_last_attempt(kernel):
     kernel.ok("""
     %%distributed -n 2 --out res --max-restarts 1
@@ -287,6 +291,7 @@ def test_a_run_that_takes_too_long_raises_a_timeout_error_with_the_result(kernel
     assert alive(kernel, kernel.value("[each.pid for each in res.ranks]")) == []
 
 
+@pytest.mark.quick
 def test_a_timeout_is_a_timeout_error_with_a_hang_report(kernel):
     kernel.ok("""
     import nblaunch
@@ -306,6 +311,7 @@ def test_a_timeout_that_is_not_reached_changes_nothing(kernel):
     assert kernel.value("res.values") == [0, 1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "body",
     [

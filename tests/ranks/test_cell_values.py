@@ -37,6 +37,7 @@ PLAIN = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "world_size", [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
 )
@@ -122,6 +123,7 @@ def tensors(rank):
 """
 
 
+@pytest.mark.quick
 def test_cpu_tensors_of_every_kind_come_back_equal_and_writable(kernel):
     kernel.ok(TENSORS)
     kernel.ok("%%distributed -n 2 --out res\nlist(tensors(rank))")
@@ -168,6 +170,7 @@ def test_a_value_is_usable_after_its_result_and_its_rank_are_gone(kernel):
     assert kernel.value("int(kept.sum())") == 499999500000
 
 
+@pytest.mark.quick
 def test_models_come_back_as_the_notebooks_own_class(kernel):
     kernel.ok("""
     import torch
@@ -300,6 +303,7 @@ def test_an_exception_may_be_a_value(kernel):
     ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("expression", "kind"),
     [

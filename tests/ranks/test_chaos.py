@@ -35,6 +35,7 @@ def fail():
     raise LookupError("nothing there")
 
 
+@pytest.mark.quick
 @SIZES
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_one_rank_raises_while_the_others_sit_in_all_reduce(nproc, which):
@@ -92,6 +93,7 @@ def test_of_two_causes_the_first_in_time_is_the_root_cause(nproc):
 # --- a rank that exits or dies ---------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @SMALL
 def test_sys_exit_with_a_code_is_a_failure_of_that_code(nproc):
     failed = failing(on_ranks({1}, lambda: sys.exit(3)), nproc)
@@ -109,7 +111,6 @@ def test_sys_exit_without_a_code_ends_a_rank_well(nproc):
     assert {each.state for each in result.ranks} == {"SUCCEEDED"}
 
 
-@pytest.mark.full
 @SIZES
 def test_who_waits_for_a_rank_that_has_ended_well_is_told_so(nproc):
     """That a rank returns early is not a failure by itself."""
@@ -161,6 +162,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.quick
 @SMALL
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(nproc, death):

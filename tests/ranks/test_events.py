@@ -49,6 +49,7 @@ def test_the_events_of_a_run_are_those_that_torchelastic_records():
     assert result.attempts[0].started - 60 < times[0] <= times[-1]
 
 
+@pytest.mark.quick
 def test_a_failed_rank_and_those_stopped_because_of_it_are_in_the_events():
     def fails():
         if os.environ["RANK"] == "1":
@@ -61,6 +62,7 @@ def test_a_failed_rank_and_those_stopped_because_of_it_are_in_the_events():
     assert json.loads(failed[0].metadata["metadata"])["exit_code"] == [7]
 
 
+@pytest.mark.quick
 def test_each_attempt_starts_its_ranks_anew():
     def once():
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

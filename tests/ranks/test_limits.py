@@ -13,6 +13,8 @@ import pytest
 from nblaunch._errors import LaunchError
 from nblaunch.host import descriptors
 
+pytestmark = pytest.mark.quick
+
 SETTING = """
 import json, os, resource, signal, sys
 import nblaunch

@@ -23,6 +23,7 @@ def printed(fn, nproc=1):
 # --- threads -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_lines_of_several_threads_do_not_run_together():
     def work():
         import threading
@@ -102,6 +103,7 @@ def test_a_program_that_opens_dev_stdout_does_not_empty_the_log():
     assert sorted(shown.split()) == sorted([*stdout.split(), "tee"])
 
 
+@pytest.mark.quick
 def test_a_program_that_writes_much_and_binary_loses_nothing():
     def work():
         import subprocess
@@ -155,6 +157,7 @@ def session(place):
         yield opened
 
 
+@pytest.mark.quick
 def test_what_a_thread_prints_between_two_cells_is_in_the_next_result(session, eventually, tmp_path):
     started = """
 import sys, threading, time

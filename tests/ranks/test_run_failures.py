@@ -19,6 +19,8 @@ from older_torch import without_gloos_own
 
 import nblaunch
 
+pytestmark = pytest.mark.quick
+
 
 class TwoArgumentsError(Exception):
     """Pickles, and cannot be unpickled."""
@@ -572,6 +574,7 @@ def test_errors_can_be_pickled_with_all_that_they_know():
     assert copy.result.values == ["kept", None]
 
 
+@pytest.mark.full
 def test_an_uncaught_failure_of_a_script_shows_the_ranks_traceback(script):
     done = script(
         """

@@ -23,6 +23,7 @@ def printed(job, *, nproc=1, **options):
     return [(each.stdout, each.stderr) for each in result.ranks]
 
 
+@pytest.mark.quick
 def test_each_rank_has_its_own_output_by_stream():
     def job():
         rank = os.environ["RANK"]
@@ -40,6 +41,7 @@ def test_a_run_prints_nothing_itself_unless_asked(capfd):
     assert "shown" in capfd.readouterr().out
 
 
+@pytest.mark.quick
 def test_python_native_code_and_child_processes_keep_their_order():
     def job():
         libc = ctypes.CDLL(None)
@@ -65,7 +67,6 @@ def test_python_native_code_and_child_processes_keep_their_order():
     assert err == ""
 
 
-@pytest.mark.full
 def test_nothing_of_200_000_lines_is_lost_or_moved():
     def job():
         rank = os.environ["RANK"]
@@ -86,6 +87,7 @@ def test_a_megabyte_without_a_line_break_is_kept():
     assert printed(job) == [("x" * 1_000_000, "")]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "text",
     [
@@ -143,6 +145,7 @@ def test_threads_and_processes_of_a_rank_print_too():
     assert printed(job) == [("from a thread\nfrom a fork\n", "")]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(0), os.abort])
 def test_what_was_printed_before_a_sudden_death_is_there(end):
     def job():

@@ -59,6 +59,7 @@ def outputs(result: RunResult) -> list[str]:
 # --- as Python itself runs it ------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "words",
     sampled(
@@ -94,6 +95,7 @@ def test_a_script_finds_what_it_finds_when_python_runs_it(write, words):
     assert [json.loads(text) for text in outputs(result)] == [expected] * 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("program", [STARTER, STARTER_WITH_MAIN], ids=["script", "main"])
 def test_a_starter_program_runs_as_it_is(write, program):
     result = nblaunch.run(write({"train.py": program}) / "train.py", nproc=2)
@@ -127,7 +129,6 @@ def test_the_local_rank_stands_in_arguments_as_with_torchrun(write):
     assert result[1]["args"] == ["--log=1.log", "$HOME ${other} $", "1"]
 
 
-@pytest.mark.full
 def test_what_a_script_defines_can_be_pickled_and_reaches_its_worker_processes(write):
     write(
         {
@@ -215,6 +216,7 @@ def test_the_value_of_a_script_that_ends_well_is_0(write, end):
     assert nblaunch.run("train.py", nproc=1).values == [0]
 
 
+@pytest.mark.quick
 def test_an_exit_status_is_the_failures_exit_code(write):
     write({"train.py": "import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)"})
     result = nblaunch.run("train.py", nproc=2, check=False)
@@ -299,7 +301,6 @@ def test_a_script_is_started_again_with_its_group(write):
     assert [attempt.reason for attempt in result.attempts] == ["started", "failure"]
 
 
-@pytest.mark.full
 def test_a_script_that_takes_too_long_says_where_it_was(write):
     write({"train.py": "import time\ntime.sleep(1000)"})
     with pytest.raises(nblaunch.RunTimeoutError) as caught:
@@ -317,6 +318,7 @@ def test_the_output_of_a_script_is_in_the_log_directory(write):
 # --- programs that Python does not run -------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_any_program_runs_in_the_ranks_environment():
     script = "echo $RANK of $WORLD_SIZE, local ${LOCAL_RANK}, $EXTRA, $0; echo warned >&2"
     result = nblaunch.run(
@@ -408,6 +410,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_run_is_refused_before_any_process_starts(write, monkeypatch, case):
     package = {"pkg/__init__.py": "raise SystemExit('imported')", "pkg/train.py": ""}

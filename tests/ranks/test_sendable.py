@@ -490,7 +490,6 @@ def test_it_works_on_fresh_ranks(kernel, what):
 # --- compiled: each process that compiles loads a compiler --------------------------------------------
 
 
-@pytest.mark.full
 def test_compiled_functions_and_modules_are_compiled_again_with_their_options(kernel):
     kernel.run("""
         import torch
@@ -526,6 +525,7 @@ def test_compiled_functions_and_modules_are_compiled_again_with_their_options(ke
 # --- refused, with a way that works -------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_what_cannot_be_sent_is_refused_with_a_way_that_works(kernel, tmp_path):
     kernel.run("""
         import numpy, torch
@@ -636,6 +636,7 @@ def test_gradients_and_hooks_of_tensors_modules_and_optimizers_travel(notebook):
     )
 
 
+@pytest.mark.quick
 def test_gradients_and_hooks_travel_to_fresh_ranks_and_home(kernel):
     kernel.run(HOOKED)
     assert kernel.fresh(STEP) == (STEPPED, [])

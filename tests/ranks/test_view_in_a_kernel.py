@@ -116,7 +116,6 @@ def test_a_short_run_makes_exactly_one_display_and_no_widget(kernel):
     assert "the end" in content["data"]["text/html"]
 
 
-@pytest.mark.full
 @pytest.mark.oldest
 def test_a_long_run_shows_a_panel_and_leaves_static_html(kernel):
     # As programs that execute notebooks ask: they take updates of a display.
@@ -199,6 +198,7 @@ finally:
     assert content["data"]["text/plain"] == "rank 0: 3.0"
 
 
+@pytest.mark.quick
 @pytest.mark.oldest
 def test_a_saved_notebook_holds_static_html_and_no_widget():
     saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN + "\nrun(0.5)")])
@@ -244,6 +244,7 @@ def received(client, until):
     return messages
 
 
+@pytest.mark.quick
 @notices_pages
 def test_a_page_that_connects_during_a_run_is_sent_the_panel_and_its_end(kernel, page):
     kernel.client.execute("run(2.5)")

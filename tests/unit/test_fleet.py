@@ -33,14 +33,7 @@ from nblaunch.host.reach import Probe, try_all
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.nodes import fleet as fleet_module
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import (
-    Allocation,
-    Engine,
-    NodeProgram,
-    NodeRequest,
-    ProgramStatus,
-    own_address,
-)
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus, own_address
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages
@@ -975,9 +968,9 @@ def test_an_engine_that_ends_the_nodes_is_the_reason(fleets, monkeypatch):
 def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
-    nodes[1].send(wire.Notice(seconds=30, words="got SIGUSR1"))
+    nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGUSR1"))
     assert wait_until(lambda: events.of("preempted")) == [("node hB got SIGUSR1 (played job 7)", 30)]
-    nodes[1].send(wire.Notice(seconds=30, words="got SIGTERM", leaves=True))
+    nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGTERM", leaves=True))
     nodes[1].send(wire.Leaving())
     nodes[1].wait_for(wire.Finish)
     nodes[0].wait_for(wire.Restart)
@@ -992,7 +985,7 @@ def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
 def test_of_a_range_a_node_that_is_about_to_be_ended_is_let_go(fleets):
     events = fleets.group(fleets.fleet(1, 2))
     nodes = fleets.run_two(events)
-    nodes[1].send(wire.Notice(seconds=30, words="got SIGTERM", leaves=True))
+    nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGTERM", leaves=True))
     nodes[1].wait_for(wire.Finish)
     assert events.of("preempted") == []
 
@@ -1002,11 +995,11 @@ def test_the_end_of_the_nodes_waits_for_ranks_that_save(fleets):
     nodes = fleets.run_two(events)
     events.life.saving = True
     Played.asked[0].state = messages.EngineState.ENDED
-    nodes[0].send(wire.Notice(seconds=30, words="got SIGTERM", leaves=True))
+    nodes[0].send(wire.NodeEnding(seconds=30, words="got SIGTERM", leaves=True))
     wait_until(lambda: ("said", messages.EngineState.ENDED, 2, 2) in events.told, "the engine has said it")
     assert not [each for each in nodes[0].got if isinstance(each, wire.EndGroup)]
     events.life.saving = False
-    nodes[1].send(wire.Notice(seconds=30, words="got SIGUSR1"))  # any turn of the hub
+    nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGUSR1"))  # any turn of the hub
     for node in nodes:
         node.wait_for(wire.EndGroup)
         node.end()

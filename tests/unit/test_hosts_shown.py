@@ -23,9 +23,10 @@ from nblaunch.protocol.messages import (
     RankPlace,
     Returned,
     Started,
+    encode,
 )
 from nblaunch.protocol.reports import HangReport, LocatedAll, by_host
-from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
+from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header, hang_lines, headline
@@ -138,9 +139,9 @@ def test_few_ranks_are_listed_and_not_folded():
 
 def test_8192_ranks_leave_room_in_the_notebook_and_are_drawn_in_a_moment():
     state = ended(on_hosts(8192), failed=(5000,), text="7")
-    began = time.perf_counter()
+    began = time.process_time()
     page, text = render_html(state, HEADER), render_text(state, HEADER)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert len(page) + len(text) < 20_000
     assert ">0-4999,5001-8191<" in page
     assert "1023 hosts x 8 ranks: SUCCEEDED" in page
@@ -211,7 +212,7 @@ def test_the_backend_in_the_head_is_that_of_the_nodes_once_they_have_met():
     started = AttemptStarted(number=0, world_size=16, time=1.0, backend="cpu:gloo,cuda:nccl")
     state = advance(state, started)
     assert headline(state, "cell", "gloo") == "cell · 16 ranks · cpu:gloo,cuda:nccl"
-    assert decode_state(encode_state(state)) == state
+    assert decode_state(encode(state)) == state
     again = advance(state, AttemptStarted(number=1, world_size=8, time=1.0))
     assert headline(again, "cell", "gloo") == "cell · 8 ranks · cpu:gloo,cuda:nccl"
 

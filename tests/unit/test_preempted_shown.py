@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.protocol.messages import Exited, Hello, Payload, Returned, RunPreempted, Started
-from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
+from nblaunch.protocol.messages import Exited, Hello, Payload, Returned, RunPreempted, Started, encode
+from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header
@@ -58,4 +58,4 @@ def test_a_live_panel_says_it_at_once():
 
 
 def test_another_process_sees_the_same(preempted):
-    assert decode_state(encode_state(preempted)).summary == preempted.summary
+    assert decode_state(encode(preempted)).summary == preempted.summary

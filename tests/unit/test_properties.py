@@ -13,21 +13,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from nblaunch._budget import clipped, cost_of_text
-from nblaunch.protocol.messages import (
-    AttemptStarted,
-    Displayed,
-    Entered,
-    FailureRecord,
-    FrameRecord,
-    Noticed,
-    Payload,
-    Phase,
-    Printed,
-    Raised,
-    Returned,
-    Started,
-    Stream,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import Message, RunState, advance
 from nblaunch.protocol.transcript import Transcript, printed
@@ -73,11 +59,11 @@ def test_lines_are_those_that_a_terminal_shows(program):
 
 @given(PROGRAMS, PROGRAMS)
 def test_what_one_stream_draws_never_changes_a_line_of_the_other(out, err):
-    both, alone = Screen(), {stream: Screen() for stream in Stream}
-    for stream, program in ((Stream.STDOUT, out), (Stream.STDERR, err), (Stream.STDOUT, err)):
+    both, alone = Screen(), {stream: Screen() for stream in wire.Stream}
+    for stream, program in ((wire.Stream.STDOUT, out), (wire.Stream.STDERR, err), (wire.Stream.STDOUT, err)):
         both.write(stream, "".join(program))
         alone[stream].write(stream, "".join(program))
-    for stream in Stream:
+    for stream in wire.Stream:
         mine = [line for line in both.lines() if line.stream is stream]
         assert mine == alone[stream].lines()
 
@@ -91,7 +77,7 @@ def test_colours_never_change_the_text(text):
         assert all(before != after for before, after in itertools.pairwise(styles))
 
 
-@given(st.lists(st.tuples(st.sampled_from(Stream), st.text(max_size=60)), max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(wire.Stream), st.text(max_size=60)), max_size=8))
 def test_the_last_line_is_the_last_that_is_drawn(pieces):
     transcript = Transcript()
     for stream, text in pieces:
@@ -106,7 +92,7 @@ WORLD = 5
 SAID = st.lists(
     st.tuples(
         st.integers(0, WORLD - 1),
-        st.sampled_from(Stream),
+        st.sampled_from(wire.Stream),
         st.sampled_from(["a\n", "b\n", "a", "\r", "b\ra\n", "\x1b[31ma\x1b[0m\n", "\n"]),
     ),
     max_size=25,
@@ -115,13 +101,13 @@ SAID = st.lists(
 
 def state_after(*messages: Message, world_size=WORLD):
     state = RunState.fresh(world_size)
-    for message in (AttemptStarted(number=0, world_size=world_size, time=0.0), *messages):
+    for message in (wire.AttemptStarted(number=0, world_size=world_size, time=0.0), *messages):
         state = advance(state, message)
     return state
 
 
 def said_by(said):
-    return [Printed(rank=rank, stream=stream, text=text) for rank, stream, text in said]
+    return [wire.Printed(rank=rank, stream=stream, text=text) for rank, stream, text in said]
 
 
 @given(SAID)
@@ -198,7 +184,7 @@ def test_a_rank_cannot_move_the_terminals_cursor_whatever_it_prints(pieces):
     live, state = LiveLines(), state_after()
     lines: list[str] = []
     for rank, text in pieces:
-        state = advance(state, Printed(rank=rank, stream=Stream.STDERR, text=text))
+        state = advance(state, wire.Printed(rank=rank, stream=wire.Stream.STDERR, text=text))
         lines += live.take(state)
         lines.append(live.unfinished)
         assert "\n" not in live.unfinished
@@ -227,22 +213,22 @@ HOSTILE = st.one_of(
 
 def run_that_says(text):
     """Return a run in which everything that ranks can say is `text`."""
-    frame = FrameRecord(text, 3, text, text, {text: text})
-    failure = FailureRecord(
-        type=text, message=text, traceback=text, colored=text, frames=(frame,), time=5.0, phase=Phase.JOB
+    frame = wire.FrameRecord(text, 3, text, text, {text: text})
+    failure = wire.FailureRecord(
+        type=text, message=text, traceback=text, colored=text, frames=(frame,), time=5.0, phase=wire.Phase.JOB
     )
     return state_after(
-        Noticed(text=text),
-        *(Entered(rank=rank, phase=Phase.READY, device=text) for rank in range(3)),
-        *(Started(rank=rank, time=1.0) for rank in range(3)),
-        Printed(rank=0, stream=Stream.STDOUT, text=text),
-        Printed(rank=1, stream=Stream.STDERR, text=text),
-        Displayed(rank=0, data={"text/plain": text, text: text}, metadata={text: text}),
-        Displayed(rank=0, data={"image/png": text, "text/plain": text}),
-        Displayed(rank=0, data={"text/latex": text}),
-        Returned(rank=0, value=Payload(sizes=()), time=2.0, text=text),
-        Raised(rank=1, failure=failure),
-        Raised(rank=2, failure=failure),
+        wire.Noticed(text=text),
+        *(wire.Entered(rank=rank, phase=wire.Phase.READY, device=text) for rank in range(3)),
+        *(wire.Started(rank=rank, time=1.0) for rank in range(3)),
+        wire.Printed(rank=0, stream=wire.Stream.STDOUT, text=text),
+        wire.Printed(rank=1, stream=wire.Stream.STDERR, text=text),
+        wire.Displayed(rank=0, data={"text/plain": text, text: text}, metadata={text: text}),
+        wire.Displayed(rank=0, data={"image/png": text, "text/plain": text}),
+        wire.Displayed(rank=0, data={"text/latex": text}),
+        wire.Returned(rank=0, value=wire.Payload(sizes=()), time=2.0, text=text),
+        wire.Raised(rank=1, failure=failure),
+        wire.Raised(rank=2, failure=failure),
         world_size=3,
     )
 

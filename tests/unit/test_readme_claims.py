@@ -119,3 +119,21 @@ def test_every_sentence_of_the_readme_is_a_claim_with_its_evidence_and_the_other
 def test_what_shows_a_claim_is_there(claim):
     assert CLAIMS[claim]
     assert [place for place in CLAIMS[claim] if not is_there(place)] == []
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: " ".join(re.findall(r"\w+", claim)[:6]))
+def test_a_claim_that_has_tests_has_one_in_the_quick_lane(claim):
+    tests = [place for place in CLAIMS[claim] if "::" in place]
+    assert not tests or ".ci/run" in CLAIMS[claim] or any(map(is_quick, tests))
+
+
+def is_quick(place: str) -> bool:
+    """Return whether a test is in `tests/unit`, or marked `quick` itself or by its file."""
+    path, _, test = place.partition("::")
+    if path.startswith("tests/unit/"):
+        return True
+    tree = ast.parse((ROOT / path).read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    of_file = [node for node in tree.body if isinstance(node, ast.Assign)]
+    marks = [ast.unparse(each) for each in (*functions[test].decorator_list, *of_file)]
+    return any("pytest.mark.quick" in each for each in marks)

@@ -15,15 +15,7 @@ import pytest
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch.client.run import SilentView
-from nblaunch.protocol.messages import (
-    AttemptStarted,
-    Displayed,
-    Payload,
-    Printed,
-    Returned,
-    Started,
-    Stream,
-)
+from nblaunch.protocol.messages import AttemptStarted, Displayed, Payload, Printed, Returned, Started, Stream
 from nblaunch.protocol.state import Message, RunState, advance
 from nblaunch.view import display
 from nblaunch.view.display import (
