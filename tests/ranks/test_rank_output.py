@@ -176,6 +176,7 @@ threading.Thread(target=late).start()
     # What the user does not see as a run does not take it.
     session.push({"other": 1})
     session._live.complete("oth", 3)
+    eventually(lambda: not session._live.busy, "no rank is at work on that any more")
     second = session.cell("print('second')", namespace={})
     assert first.ranks[0].stdout == ""
     assert second.ranks[1].stdout == "late word\nsecond\n"
