@@ -1,4 +1,4 @@
-"""What a process has once to be a client: its own runtime, and those it is attached to.
+"""A process as a client: its own runtime, and the runtimes that it is attached to.
 
 No other module keeps a connection, or registers anything for the end of the process or for its forks.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from nblaunch._results import EventLog
 
 LIVE = "nblaunch.runtime.runtime_main:live"
-"""What the runtime's process calls, by name: a client does not import it."""
+"""The entry point of the runtime's process, by name: a client does not import it."""
 _ENDING_SECONDS = 15.0
 _DESCRIBE_SECONDS = 5.0
 _END_SECONDS = 40.0
@@ -54,7 +54,7 @@ class Client:
         """In a fork, `parents` is the client of the parent process."""
         self.directory = RuntimeDirectory()
         self.last_events: EventLog | None = None
-        """What torchelastic recorded in the user's last run."""
+        """torchelastic's events of the user's last run."""
         self.files = KnownFiles()
         self._lock = threading.RLock()
         self._runtime: OwnRuntime | None = None
@@ -271,10 +271,6 @@ class Runtime(abc.ABC):
                 self._free.append(line)
                 return
         line.close()
-
-    def spill(self) -> Path:
-        """Return where payloads are written that memory has no room for."""
-        return self.root
 
     def number(self) -> int:
         return self.welcome.client * _FIRST_NUMBER + next(self._numbers)

@@ -38,7 +38,7 @@ STANDBY_SWITCH = "NBLAUNCH_STANDBY"
 
 @dataclass(frozen=True, slots=True)
 class RankPayload:
-    """What `ranks` are sent with a job, and all others that have no payload of their own."""
+    """The payload of a job for `ranks`, and for all ranks that have no payload of their own."""
 
     captured: Captured
     ranks: frozenset[int] = frozenset()
@@ -51,7 +51,7 @@ class JobRanks:
 
     runtime: Runtime
     key: str
-    """What the runtime calls them."""
+    """Their name in the runtime."""
     notices: tuple[str, ...] = ()
     """About their place, for the result of a run."""
 
@@ -140,19 +140,15 @@ class ClientJob:
                 self.state, self.questions = decode_state(state), deque(questions)
             case wire.JobEnded(job=self.number, end=end):
                 self.ended, self.end = True, end
-            case wire.UserNotice(text=text):
+            case messages.Noticed(text=text):
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
             case _:
                 pass
 
     @property
     def error(self) -> BaseException | None:
-        """What broke the group."""
+        """The error that ended the group."""
         return None if self.end.error is None else self.end.error.error()
-
-    @property
-    def logs(self) -> Mapping[int, Mapping[int, wire.RankLogFiles]]:
-        return {attempt: {each.rank: each for each in files} for attempt, files in self.end.logs.items()}
 
 
 class KeptJob:
@@ -194,9 +190,8 @@ class RemoteEvents(EventLog):
         runtime = self._runtime
         if runtime is not None and runtime.is_of(os.getpid()):
             # Where it cannot answer, the runtime has ended, or this was one of many runs.
-            with contextlib.suppress(NblaunchError), runtime.line() as line:
-                answer = line.ask(wire.EventsOf(job=self._number))
-                self._events = list(answer.events)
+            with contextlib.suppress(NblaunchError):
+                self._events = list(runtime.ask_on_a_line(wire.EventsOf(job=self._number)).events)
             self._runtime = None
         return tuple(self._events)
 
@@ -275,41 +270,27 @@ def fresh_job(title: str, options: LaunchOptions, *, script: bool = False) -> Cl
     return ClientJob(title=title, options=options, placement=opened.placement, ranks=ranks)
 
 
-def with_log_dir(options: LaunchOptions) -> LaunchOptions:
-    """Make the user's log directory, as this process's umask has it; return the options with its whole path.
+def with_whole_paths(options: LaunchOptions, *names: str) -> LaunchOptions:
+    """Make the user's `log_dir` and `metrics_file` with this process's umask; return their absolute paths.
 
-    Raises `OptionError` if it cannot be made.
+    Raises `OptionError` if one cannot be made.
     """
-
-    def make(directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-
-    return _with_whole_path(options, "log_dir", make, "made", "directory")
-
-
-def with_metrics_file(options: LaunchOptions) -> LaunchOptions:
-    """Do the same with the user's file of metrics."""
-
-    def make(file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("ab").close()
-
-    return _with_whole_path(options, "metrics_file", make, "written", "file")
-
-
-def _with_whole_path(
-    options: LaunchOptions, name: str, make: Callable[[Path], None], done: str, what: str
-) -> LaunchOptions:
-    if not getattr(options, name):
-        return options
-    path = Path(getattr(options, name)).absolute()
-    try:
-        make(path)
-    except OSError as error:
-        msg = f"{name}={str(path)!r} cannot be {done}: {error.strerror}. Give a {what} that you can write to."
-        raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
-    changed: dict[str, Any] = {name: str(path)}
-    return replace(options, **changed)
+    changed: dict[str, Any] = {}
+    for name in names:
+        if not getattr(options, name):
+            continue
+        path = Path(getattr(options, name)).absolute()
+        done, what = ("made", "directory") if name == "log_dir" else ("written", "file")
+        try:
+            (path if name == "log_dir" else path.parent).mkdir(parents=True, exist_ok=True)
+            if name == "metrics_file":
+                path.open("ab").close()
+        except OSError as error:
+            advice = f"Give a {what} that you can write to."
+            msg = f"{name}={str(path)!r} cannot be {done}: {error.strerror}. {advice}"
+            raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
+        changed[name] = str(path)
+    return replace(options, **changed) if changed else options
 
 
 def standby_wanted() -> bool:

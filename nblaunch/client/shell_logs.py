@@ -1,4 +1,4 @@
-"""What a shell shows of a session's jobs: `python -m nblaunch logs`."""
+"""The output of a session's job, printed in a shell: `python -m nblaunch logs`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> w
         if each.number == job:
             return each
     numbers = ", ".join(str(each.number) for each in known)
-    msg = f"job {job} is none of session {session.name!r}, which has {numbers}."
+    msg = f"session {session.name!r} has no job {job}; it has {numbers}."
     raise NblaunchError(msg)
 
 
@@ -91,7 +91,7 @@ def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
 
 @dataclass(slots=True)
 class _PrintedSoFar:
-    """What has been printed of a rank in one attempt: so many displays, and its files up to these offsets.
+    """How much of a rank's output in one attempt was printed: a number of displays, and offsets of its files.
 
     As in its transcript, `clear_output` takes displays back, and with `wait` only once there is more output.
     """

@@ -160,13 +160,12 @@ class RanksMeasured(OfAttempt, frozen=True, tag=True, kw_only=True):
     usages: dict[int, Usage]
 
 
-class Notice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class NodeEnding(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine is about to end this node, in `seconds` unless it reports another time; `words` say why.
 
     With `leaves` the node asks to leave once its ranks have saved.
     """
 
-    kind: Literal["preempt"] = "preempt"
     seconds: float = 0.0
     words: str = ""
     leaves: bool = False
@@ -356,7 +355,7 @@ class AdoptRanks(OfAttempt, frozen=True, tag=True, kw_only=True):
 
 _OfRanks = Workers | RankMessages | Wrote | Gone | RanksMeasured
 _FromGroup = _OfRanks | OthersStopped | Dumped | Piece | PieceLost | AwaitingRendezvous | NodeEnded
-FromNode = Arriving | _FromGroup | Leaving | Notice | PieceTaken | ProbeOpen | Reachable | CodeLacking
+FromNode = Arriving | _FromGroup | Leaving | NodeEnding | PieceTaken | ProbeOpen | Reachable | CodeLacking
 _ToRanks = ForRanks | Release | Restart | AdoptRanks | SkipGrace | MeasureRanks | DumpStacks
 _ToGroup = _ToRanks | Piece | OpenGroup | CompleteRendezvous | EndGroup
 ToNode = Admitted | Refused | Finish | Ping | _ToGroup | OpenProbe | Try | HaveCode | CodeFiles
@@ -378,7 +377,6 @@ def decode_from_node(data: bytes) -> FromNode:
 
 
 def decode_to_node(data: bytes) -> ToNode:
-    """Return the message in `data`; raise `ProtocolError` if there is none."""
     return _decoded(_to_node, data, "the notebook")
 
 

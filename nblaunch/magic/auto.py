@@ -1,6 +1,6 @@
 """`%distributed auto on`: every cell runs on the ranks of the open session, until `off`.
 
-An input transformer puts `%%distributed` above each cell that is no magic of its own. Cells that begin
+An input transformer puts `%%distributed` above each cell that is not a magic itself. Cells that begin
 with `%%local`, and lines of magics alone, stay in the notebook.
 """
 
@@ -22,7 +22,7 @@ _LOCAL = re.compile(r"%%local\s*$")
 
 
 class _AutoState:
-    """What IPython's events have told of the cell that runs, and whether it got the magic."""
+    """The cell that runs, as IPython's events report it, and whether it got the magic."""
 
     suspended = False
     inserted = False

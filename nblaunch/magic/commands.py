@@ -38,7 +38,7 @@ Namespace = dict[str, Any]
 def perform_job(
     perform: Perform, options: LaunchOptions, shell: Any, claim: Callable[[], object] = lambda: None
 ) -> Handle | None:
-    """Run a job that a line asks for, and hand its result to the notebook; its error is raised last."""
+    """Run a job, hand its result to the notebook, and raise its error last."""
     if options.background:
         handle = Handle(perform, claim=claim)
         if options.out is not None:

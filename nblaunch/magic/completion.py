@@ -1,4 +1,4 @@
-"""What the Tab key offers that depends on this notebook: open sessions, hosts of an allocation, variables."""
+"""Completions that depend on this notebook: open sessions, hosts of an allocation, variables."""
 
 from __future__ import annotations
 

@@ -264,11 +264,10 @@ def _report(script: ExportedScript, target: Path, command_line: str) -> str:
 
 def _local_modules(text: str) -> list[str]:
     """Return the modules that a script imports from the notebook's directory."""
+    here = Path.cwd()
     roots = {each.module.partition(".")[0] for node in ast.walk(ast.parse(text)) for each in imports_in(node)}
     places = {root: getattr(sys.modules.get(root), "__file__", None) for root in roots}
-    return sorted(root for root, place in places.items() if place and _is_here(Path(place)))
-
-
-def _is_here(file: Path) -> bool:
-    directory = file.parent.parent if file.name == "__init__.py" else file.parent
-    return directory.resolve() == Path.cwd()
+    files = {root: Path(place) for root, place in places.items() if place}
+    return sorted(
+        root for root, file in files.items() if file.parents[file.name == "__init__.py"].resolve() == here
+    )

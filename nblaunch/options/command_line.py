@@ -28,7 +28,7 @@ _UNKNOWN = "--?"
 _TEXT = "\0"
 """Before a word that argparse must not take for an option; no shell's word has it."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
-"""What argparse reads as a value."""
+"""Words that argparse reads as a value."""
 _ATTACHED = re.compile(r"(-[A-Za-z]+)(\d+)")
 _MAGIC = re.compile(r"\s*%%?\w+\s")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
@@ -36,7 +36,7 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class ParsedLine:
-    """What the line of a magic asks for."""
+    """The parsed line of a magic."""
 
     options: LaunchOptions
     rest: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What the value of an option may be: one `Kind` for each sort of value.
+"""The kinds of option values: one `Kind` for each.
 
 A kind does not know the name of its option. It raises `ValueError`: without a message where the value
 is simply not what it takes, with one ("what is true. What to do.") where there is more to explain.
@@ -44,7 +44,7 @@ _AGENT_VARIABLE = re.compile(
     r"|TORCHELASTIC_(?!(?:ENABLE_FILE_TIMER|TIMER_FILE)\Z).*",
     re.DOTALL,
 )
-"""What torchelastic sets in each rank (`LocalElasticAgent._start_workers`); two variables it only reads."""
+"""Variables of `LocalElasticAgent._start_workers` in each rank; two variables torchelastic only reads."""
 
 
 class EnvironmentVariables(Mapping[str, str]):
@@ -274,7 +274,7 @@ def _is_endpoint(text: str) -> bool:
     words=_ENGINES,
 )
 def engine(text: str) -> bool:
-    """Take the name of what places nodes, with what it needs to know behind an equals sign."""
+    """Take the name of an engine, with its argument behind an equals sign."""
     name, equals, argument = text.partition("=")
     if name == "ssh":
         hosts = [_SSH_HOST.fullmatch(each) for each in argument.split(",")]

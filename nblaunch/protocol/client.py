@@ -24,10 +24,10 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 8
+CLIENT_PROTOCOL = 9
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + wire.PROTOCOL_VERSION
-"""What a client and a runtime compare: messages of ranks travel to clients as they are."""
+"""The version that a client and a runtime compare: clients get messages of ranks unchanged."""
 
 
 # Parts of messages.
@@ -53,14 +53,14 @@ class Caller:
 
     pid: int = 0
     name: str = ""
-    """What messages call it: "the notebook's kernel"."""
+    """Its name in messages: "the notebook's kernel"."""
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     _errors.CaptureError: ("name", "path", "size"),
     _errors.LaunchError: ("phase",),
 }
-"""What an error has besides its text; a result is not sent with the error."""
+"""The fields of an error besides its text; a result is not sent with the error."""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -134,7 +134,7 @@ class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
 
 
 class EarlyEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """What ended a job early: an interrupt, or its timeout.
+    """The early end of a job, by an interrupt or its timeout.
 
     `notices_from` is how many notices there were before.
     """
@@ -178,7 +178,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None
     given_by: str = ""
     dropped: str = ""
-    """What is no longer kept of it, in words."""
+    """The parts of it that are no longer kept, in words."""
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ class SessionRecord(msgspec.Struct, frozen=True):
     linger_left: float | None = None
     session: str = ""
     grace: float = 0.0
-    """How long its ranks, or those of its job, have after an interrupt, in seconds."""
+    """The grace period after an interrupt, in seconds."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -282,7 +282,7 @@ class NodeEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerToClient(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What a runtime answers."""
+    """An answer of the runtime."""
 
 
 class RuntimeWelcome(AnswerToClient, frozen=True):
@@ -389,7 +389,15 @@ AnswerT_co = TypeVar("AnswerT_co", bound=AnswerToClient, covariant=True)
 
 
 class Request(msgspec.Struct, Generic[AnswerT_co], frozen=True, tag=True, kw_only=True):
-    """What a client asks; the class says what answers it, besides `RequestFailed`."""
+    """A request of a client, generic in its answer, which may also be `RequestFailed`."""
+
+
+class _JobRequest(Request[AnswerT_co], frozen=True):
+    job: int
+
+
+class _SessionRequest(Request[AnswerT_co], frozen=True):
+    session: str
 
 
 class Introduce(Request[RuntimeWelcome], frozen=True):
@@ -441,57 +449,43 @@ class SubmitJob(Request[Submitted | Stale], frozen=True):
     attempt: int | None = None
 
 
-class WatchJob(Request[JobSnapshot], frozen=True):
-    """Send the job's state, then what it folds."""
-
-    job: int
+class WatchJob(_JobRequest[JobSnapshot], frozen=True):
+    """Send the job's state, then each message that changes it."""
 
 
-class UnwatchJob(Request[Done], frozen=True):
-    """Stop sending what the job folds."""
-
-    job: int
+class UnwatchJob(_JobRequest[Done], frozen=True):
+    """Stop sending the job's messages."""
 
 
-class InterruptJob(Request[Done], frozen=True):
+class InterruptJob(_JobRequest[Done], frozen=True):
     """Interrupt a job; the second time, end its ranks. One that was not submitted yet never begins."""
 
-    job: int
 
-
-class InterruptSession(Request[Done], frozen=True):
+class InterruptSession(_SessionRequest[Done], frozen=True):
     """Interrupt the job of a session, once; refused while another client owns it."""
 
-    session: str
 
-
-class Reply(Request[Done], frozen=True):
+class Reply(_JobRequest[Done], frozen=True):
     """Answer a rank's question."""
 
-    job: int
     rank: int
     answer: wire.Answer
 
 
-class CloseSession(Request[Done], frozen=True):
+class CloseSession(_SessionRequest[Done], frozen=True):
     """End a session's ranks; answered once they have exited."""
 
-    session: str
 
-
-class RestartSession(Request[Done], frozen=True):
+class RestartSession(_SessionRequest[Done], frozen=True):
     """Replace a session's ranks; answered once the agent starts others.
 
     Refused while another client owns it.
     """
 
-    session: str
 
-
-class StacksOf(Request[StacksReport], frozen=True):
+class StacksOf(_SessionRequest[StacksReport], frozen=True):
     """Ask where a session's ranks are, at most `seconds`."""
 
-    session: str
     seconds: float = 1.0
 
 
@@ -501,22 +495,16 @@ class DescribeSessions(Request[Sessions], frozen=True):
     session: str = ""
 
 
-class ListJobs(Request[JobList], frozen=True):
+class ListJobs(_SessionRequest[JobList], frozen=True):
     """List a session's jobs, the oldest first."""
 
-    session: str
 
-
-class EventsOf(Request[JobEvents], frozen=True):
+class EventsOf(_JobRequest[JobEvents], frozen=True):
     """Return torchelastic's events of a job, once they are complete."""
 
-    job: int
 
-
-class LateOf(Request[LateWarnings], frozen=True):
+class LateOf(_JobRequest[LateWarnings], frozen=True):
     """Return the warnings since the end of a job."""
-
-    job: int
 
 
 class AttachSession(Request[Opened], frozen=True):
@@ -585,7 +573,7 @@ class DismissSession(_Note, frozen=True):
 ClientNote = ReleaseJob | DismissSession
 
 
-# Events.
+# Events; `Noticed` is text for the user of a run, which is printed: how other nodes join.
 
 
 class _Unasked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -660,12 +648,6 @@ class OwnerChanged(_Unasked, frozen=True):
     by: ClientRecord | None = None
 
 
-class UserNotice(_Unasked, frozen=True):
-    """Text for the user of this run, which is printed: how other nodes join."""
-
-    text: str
-
-
 RuntimeEvent = (
     JobEnded
     | JobRefreshed
@@ -676,7 +658,7 @@ RuntimeEvent = (
     | RanksRenumbered
     | SessionEnded
     | OwnerChanged
-    | UserNotice
+    | wire.Noticed
 )
 
 

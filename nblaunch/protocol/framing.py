@@ -18,7 +18,7 @@ _HEADER = struct.Struct("<IBQ")
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame's body and number are."""
+    """The meaning of a frame's body and number."""
 
     STRUCT = 0
     """A request or its answer; the number is the request's."""

@@ -22,7 +22,7 @@ from nblaunch.protocol.reports import HangReport, LocatedAll, awaited_nodes, for
 from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
 
 Message: TypeAlias = wire.FromRank | wire.AboutRank | LocatedAll
-"""What `advance` folds."""
+"""A message that `advance` folds."""
 
 
 class State(enum.StrEnum):
@@ -75,21 +75,21 @@ class RankState(msgspec.Struct, frozen=True, gc=False):
     ended: float | None = None
     warning: str = ""
     usage: wire.Usage | None = None
-    """What it used when it was last measured; only while a view shows it."""
+    """Its last measured use of resources; only while a view shows it."""
     peak_gpu_memory: int | None = None
     """The most bytes that torch had allocated on a GPU, once the job has ended."""
     memory: wire.MemoryUse | None = None
-    """What it used, once the job has ended."""
+    """Its use of memory, once the job has ended."""
     collectives: int | None = None
     """How many collectives of the default group it had begun then."""
     unwritten: int = 0
-    """How many bytes that it printed a full disk did not take."""
+    """How many bytes of its output were lost to a full disk."""
     profile: wire.Payload | None = None
-    """What it has recorded, with `--profile`; see `Profiled`."""
+    """Its profile, with `--profile`; see `Profiled`."""
     waiting: str = ""
     """If it has been interrupted and does not end: since when, and where it is."""
     finishing: str = ""
-    """What it still does after its job, whether that has failed or not."""
+    """Its work after its job, whether that has failed or not."""
 
     @property
     def used(self) -> wire.MemoryUse | None:
@@ -179,15 +179,15 @@ class RunState(msgspec.Struct, frozen=True):
     hang: HangReport | None = None
     """Where the ranks were at the last survey."""
     doing: str = ""
-    """What all ranks do after they have ended the job, before it is over for the user."""
+    """The work of all ranks after the job, before it is over for the user."""
     engine: wire.EngineStatus | None = None
-    """What was last reported of the nodes, where an engine places them."""
+    """The last report on the nodes, where an engine places them."""
     preempted: str = ""
     """Why its nodes are taken back, once its ranks save because of that."""
     backend: str = ""
     """Of the default process group, where it is known only once the nodes are there."""
     metrics: MetricLog = MetricLog()
-    """What ranks have logged, in all attempts."""
+    """The metrics that ranks have logged, in all attempts."""
     profile: wire.Illustrated = wire.Illustrated()
     """The profile of a finished run, as it is shown."""
 
@@ -235,7 +235,7 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What went wrong without failing a rank."""
+        """Problems that failed no rank."""
         bad_ends = [rank.warning for rank in self.ranks.values() if rank.warning]
         not_sent: dict[str, list[int]] = {}
         for number, rank in sorted(self.ranks.items()):
@@ -249,7 +249,7 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def unwritten(self) -> str:
-        """How much of which rank's output a full disk did not take; empty if it took all."""
+        """How much output of which ranks was lost to a full disk; empty if none was."""
         lost = {rank: known.unwritten for rank, known in sorted(self.ranks.items()) if known.unwritten}
         parts = [f"{size:,} bytes of rank {rank}" for rank, size in lost.items()]
         where = "the disk that takes what ranks print is full (TMPDIR, --log-dir)"
@@ -454,7 +454,12 @@ def _at_least_starting(state: State) -> State:
     return State.STARTING if state is State.INIT else state
 
 
+_OF_THE_JOB = (wire.Started, wire.Reached, wire.Unwritten, wire.Returned, wire.Raised, wire.Profiled)
+
+
 def _advance_rank(known: RankState, message: Message) -> RankState:
+    if known.state.final and isinstance(message, _OF_THE_JOB):
+        return known
     match message:
         case wire.Hello():
             return replace(
@@ -468,15 +473,6 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
         case wire.Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
-        case (
-            wire.Started()
-            | wire.Reached()
-            | wire.Unwritten()
-            | wire.Returned()
-            | wire.Raised()
-            | wire.Profiled()
-        ) if known.state.final:
-            return known
         case wire.Started():
             warning = _LATE if message.late else known.warning
             return replace(
@@ -607,10 +603,6 @@ def describe_exit(exitcode: int) -> str:
 _THE_RUNTIME = "nblaunch's runtime process"
 _run_state: msgspec.msgpack.Decoder[RunState] = msgspec.msgpack.Decoder(RunState)
 _message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode_state(state: RunState) -> bytes:
-    return wire.encode(state)
 
 
 def decode_state(data: bytes) -> RunState:

@@ -3,7 +3,7 @@
 What a job has printed is in the log files of its ranks; of all else its last state is kept. Older states are
 on disk alone, which may hang or be full: a thread writes them, and one that is not written stays in memory.
 
-All is for the hub's thread, but `PastJob.snapshot`, which may read a file.
+Everything here runs on the hub's thread, except `PastJob.snapshot`, which may read a file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import JobEnd, JobRecord, JobSnapshot
 from nblaunch.protocol.messages import ProtocolError, encode
 from nblaunch.protocol.reports import size
-from nblaunch.protocol.state import RankState, RunState, decode_state, encode_state
+from nblaunch.protocol.state import RankState, RunState, decode_state
 from nblaunch.protocol.transcript import Transcript, without_displays
 from nblaunch.runtime.jobs import RunningJob, without_values
 
@@ -48,7 +48,7 @@ def most_values() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is kept of a session's jobs: so many jobs, and so many of their states in memory too.
+    """How many jobs of a session are kept, and how many of their states in memory too.
 
     `state` is for the bytes of each state, and `values` for those of all values together.
     """
@@ -111,14 +111,14 @@ class PastJob:
                 raise NblaunchError(msg) from None
         if self.dropped_values:
             state = without_values(state, f"it was dropped {self.dropped_values}")
-        return JobSnapshot(job=self.record, state=encode_state(state), options=self.options, end=self.end)
+        return JobSnapshot(job=self.record, state=encode(state), options=self.options, end=self.end)
 
     def store(self) -> None:
         """Move the state to the disk, if that takes it."""
         new = self.file.with_suffix(".new")
         try:
             if self.state is not None:
-                new.write_bytes(encode_state(self.state))
+                new.write_bytes(encode(self.state))
                 new.rename(self.file)
                 self.state = None
         except OSError:
@@ -222,7 +222,7 @@ def bounded(state: RunState, limit: int) -> tuple[RunState, int]:
     >>> bounded(RunState.fresh(1), 1000) == (RunState.fresh(1), 0)
     True
     """
-    excess = len(encode_state(state)) - limit
+    excess = len(encode(state)) - limit
     if excess <= 0:
         return state, 0
     attempts: list[Mapping[int, RankState]] = [*(each.ranks for each in state.earlier), state.ranks]

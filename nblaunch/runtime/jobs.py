@@ -25,12 +25,13 @@ from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import JobState, Replied
 from nblaunch.host.hub import Hub
+from nblaunch.host.settings import AgentSettings
 from nblaunch.protocol import client as wire
 from nblaunch.protocol import messages
-from nblaunch.protocol.state import Message, RankState, RunState, decode_state, encode_state
+from nblaunch.protocol.messages import encode
+from nblaunch.protocol.state import Message, RankState, RunState, decode_state
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.metrics_file import MetricsFile
-from nblaunch.runtime.worker_groups import own_directory
 
 # A job that is over by then is not measured.
 _YOUNG_SECONDS = 0.1
@@ -63,7 +64,7 @@ class RunningJob(Job):
                 decode_state(order.state),
                 internal=order.internal,
                 # Nobody would see a hang of a job that the user does not see.
-                ending=Ending.of(
+                ending=Ending.begin(
                     options.timeout, None if order.internal else options.hang_after, self._began
                 ),
             ),
@@ -79,7 +80,7 @@ class RunningJob(Job):
         self.results = Counter([given_by.pid])
         """By process, how many results refer to it, or will."""
         self._takers: set[ClientConnection] = set()
-        """Those that have been told of its end, and may map the values."""
+        """Clients that know of its end, and may map the values."""
         self._values_released = False
         self.started = time.time()
         self.end: wire.JobEnd | None = None
@@ -91,7 +92,7 @@ class RunningJob(Job):
         self.when_over: list[Callable[[], None]] = []
         """Called once it has ended."""
         self.ended_with = ""
-        """What ends it besides itself: another client stops the session."""
+        """Why it is ended from outside: another client stops the session."""
         self.let_go: Callable[[], None] = lambda: None
         """Called once no result refers to it."""
         self._measured_by: WorkerGroup | None = None
@@ -179,7 +180,7 @@ class RunningJob(Job):
         if self._file is None:
             self._conclude()
         else:
-            # The result comes when the file has all: who waits for the one reads the other.
+            # Finish the file first: users read it as soon as the result is there.
             file, hub = self._file, self._hub
             self._file_due = time.monotonic() + _FILE_SECONDS
             file.close(lambda: hub.call(lambda: self._file_is_whole(file.problem)))
@@ -199,7 +200,7 @@ class RunningJob(Job):
             interrupted=self.known.ending.interrupted,
             early=early,
             logs={attempt: tuple(ranks.values()) for attempt, ranks in self.logs.items()},
-            log_dir="" if group is None else str(own_directory(self, group.settings) or ""),
+            log_dir="" if group is None else self._own_directory(group.settings),
             backend="" if group is None else group.backend,
         )
         self._ended_at = time.time()
@@ -216,17 +217,24 @@ class RunningJob(Job):
         for act in self.when_over:
             act()
 
-    def let_values_go(self) -> None:
-        """Close what the ranks have returned: whoever watches the job now gets no values."""
+    def _own_directory(self, settings: AgentSettings) -> str:
+        """Return the directory of the run's logs: below it are attempts, below those ranks and files."""
+        if settings.options.logs_specs is not None:
+            return str(settings.log_dir)  # what is where below it only the user's class knows
+        files = next((each for ranks in self.logs.values() for each in ranks.values()), None)
+        return "" if files is None else str(Path(files.stdout).parents[2])
+
+    def drop_values(self) -> None:
+        """Close the returned values: clients that watch the job from now on get none."""
         self._values_released = True
         self.release_values()
 
     def taken_by(self, connection: ClientConnection) -> None:
-        """Know that a client has mapped the values; the last one that was told of them releases them."""
+        """Note that a client has mapped the values; once all clients have, they are released."""
         if connection in self._takers:
             self._takers.discard(connection)
             if not self._takers:
-                self.let_values_go()
+                self.drop_values()
 
     # --- those who watch -----------------------------------------------------------------------------
 
@@ -247,7 +255,7 @@ class RunningJob(Job):
 
     def is_of(self, connection: ClientConnection) -> bool:
         """Whether this client's user may interrupt the job, and answers its questions."""
-        return self.owner is not None and self.owner.is_of_the_process_of(connection)
+        return self.owner is not None and self.owner.same_process_as(connection)
 
     def questions_for(self, connection: ClientConnection) -> tuple[messages.Asked, ...]:
         return self.known.questions if self.is_of(connection) else ()
@@ -283,7 +291,7 @@ class RunningJob(Job):
             self._takers.add(connection)
         return wire.JobSnapshot(
             job=self.record,
-            state=encode_state(state),
+            state=encode(state),
             options=self.order.options,
             questions=self.questions_for(connection),
             end=self.end,
@@ -293,7 +301,7 @@ class RunningJob(Job):
     def refreshed(self, connection: ClientConnection) -> wire.JobRefreshed:
         return wire.JobRefreshed(
             job=self.number,
-            state=encode_state(self.state),
+            state=encode(self.state),
             questions=self.questions_for(connection),
             logs=self._log_files(),
         )
@@ -305,7 +313,7 @@ class RunningJob(Job):
 
 
 def without_values(state: RunState, why: str) -> RunState:
-    """Return a state whose values are gone; those that are part of the state are there."""
+    """Return a state without its values, except for inline ones."""
     return replace(state, ranks={rank: _without_value(each, why) for rank, each in state.ranks.items()})
 
 

@@ -66,7 +66,7 @@ class RuntimeSession:
         self.unreleased: set[int] = set()
         """Jobs to which a result refers, and so to the logs of these ranks."""
         self._logs: dict[int, Mapping[int, Mapping[int, wire.RankLogFiles]]] = {}
-        """Those of the ended jobs that somebody may come back to, the oldest first."""
+        """Logs of finished jobs that can still be opened, oldest first."""
         archive.forgotten = self._forgotten
         self.started = time.time()
         self._restarted = False
@@ -82,7 +82,7 @@ class RuntimeSession:
 
     @property
     def grace(self) -> float:
-        """How long the running job has after an interrupt; without one, the ranks themselves; in seconds."""
+        """The grace period of the running job, or of the ranks without one, in seconds."""
         running = self.running
         return max(self.options.grace, 0.0 if running is None else running.order.options.grace)
 
@@ -118,7 +118,7 @@ class RuntimeSession:
         self._forgotten(number)
 
     def _forgotten(self, number: int) -> None:
-        """Give back the room of logs to which nobody comes back."""
+        """Free the space of logs that cannot be opened any more."""
         if number in self.unreleased or self._logs.pop(number, None) is None:
             return
         running: Mapping[int, Mapping[int, wire.RankLogFiles]] = {}
@@ -249,7 +249,7 @@ class RuntimeSession:
         # Which objects a rank has lost is of use to the process alone that has sent them.
         brief = wire.NamesChanged(session=self.key, names=msgspec.structs.replace(names, lost=()))
         for connection in self.followers:
-            connection.names(event if self.held_against(connection) is None else brief)
+            connection.names(event if self.other_owner(connection) is None else brief)
 
     def ranks_replaced(self, attempt: int) -> None:
         size, backend = self.group.state.world_size, self.group.backend
@@ -270,18 +270,18 @@ class RuntimeSession:
 
     # --- its clients -----------------------------------------------------------------------------------
 
-    def held_against(self, connection: ClientConnection) -> ClientConnection | None:
+    def other_owner(self, connection: ClientConnection) -> ClientConnection | None:
         """Return the owner, if it is another process than that of `connection`."""
         owner = self.owner
-        return None if owner is None or owner.is_of_the_process_of(connection) else owner
+        return None if owner is None or owner.same_process_as(connection) else owner
 
-    def refuse_if_held_against(self, connection: ClientConnection) -> None:
-        self.refuse_if_of_other_versions(connection)
-        other = self.held_against(connection)
+    def refuse_unless_owner(self, connection: ClientConnection) -> None:
+        self.refuse_other_versions(connection)
+        other = self.other_owner(connection)
         if other is not None:
             raise NblaunchError(held_by(self.name, other.record), kind=FailureKind.SESSION_TAKEN)
 
-    def refuse_if_of_other_versions(self, connection: ClientConnection) -> None:
+    def refuse_other_versions(self, connection: ClientConnection) -> None:
         """Raise for a client whose pickles these ranks cannot read."""
         if why := connection.why_it_only_watches(self.name):
             raise NblaunchError(why, kind=FailureKind.OTHER_VERSION)
@@ -289,20 +289,20 @@ class RuntimeSession:
     def follow(self, connection: ClientConnection, *, take: bool) -> None:
         """Report to this client; make it the owner, unless another one is and it does not `take`."""
         if take:
-            self.refuse_if_of_other_versions(connection)
+            self.refuse_other_versions(connection)
         self.followers.add(connection)
         if connection.why_it_only_watches(self.name):
             return
-        if take or self.held_against(connection) is None:
+        if take or self.other_owner(connection) is None:
             self.take_jobs_of(connection)
 
     def take_jobs_of(self, connection: ClientConnection) -> None:
-        """Take jobs from this client, which also answers the questions of the ranks, and nobody else."""
+        """Make this client the owner: it alone submits jobs and answers the questions of the ranks."""
         before, self.owner = self.owner, connection
         job = self.running
         if job is not None and not job.order.query and not job.is_of(connection):
             job.owner = connection
-        if before is None or not before.is_of_the_process_of(connection):
+        if before is None or not before.same_process_as(connection):
             self.tenure += before is not None
             self._tell(wire.OwnerChanged(session=self.key, by=connection.record))
 
@@ -313,7 +313,7 @@ class RuntimeSession:
             self._idle_since = time.monotonic()
         if self.owner is not connection:
             return
-        other = next((each for each in self.followers if each.is_of_the_process_of(connection)), None)
+        other = next((each for each in self.followers if each.same_process_as(connection)), None)
         if other is not None:
             self.take_jobs_of(other)
         else:

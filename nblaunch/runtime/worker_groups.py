@@ -15,7 +15,6 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.group.group import MakeHosts, WorkerGroup
-from nblaunch.group.job import Job
 from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
 from nblaunch.host import descriptors, rendezvous
@@ -337,13 +336,3 @@ def _ahead(local: LocalRuntime, shape: AgentSettings) -> GroupAndLogs:
     )
     made.group.start()
     return made
-
-
-def own_directory(job: Job, settings: AgentSettings) -> Path | None:
-    """Return this run's directory: below it are attempts, below those ranks, below those files."""
-    if settings.options.logs_specs is not None:
-        return settings.log_dir  # what is where below it only the user's class knows
-    for ranks in job.logs.values():
-        for each in ranks.values():
-            return Path(each.stdout).parents[2]
-    return None

@@ -448,7 +448,7 @@ def test_it_asks_to_leave_after_a_signal_and_ends_when_it_may(notebook):
     notebook.complete_rendezvous()
     processes = family(node.pid)
     node.terminate()
-    assert notebook.wait_for(wire.Notice).words == "got SIGTERM"
+    assert notebook.wait_for(wire.NodeEnding).words == "got SIGTERM"
     notebook.send_to_ranks(Preempt(seconds=5))
     notebook.wait_for(wire.Leaving)
     assert node.poll() is None
@@ -464,7 +464,7 @@ def test_a_warning_is_sent_on_and_ends_nothing(notebook):
     notebook.complete_rendezvous()
     for _ in range(2):
         node.send_signal(signal.SIGUSR1)
-        notice = notebook.wait_for(wire.Notice)
+        notice = notebook.wait_for(wire.NodeEnding)
         assert (notice.words, notice.seconds) == ("got SIGUSR1", 120)
     notebook.send_to_ranks(cell("rank"))
     assert notebook.values() == [0, 1]
@@ -477,7 +477,7 @@ def test_a_second_signal_ends_it_at_once(notebook):
     notebook.complete_rendezvous()
     processes = family(node.pid)
     node.terminate()
-    notebook.wait_for(wire.Notice)
+    notebook.wait_for(wire.NodeEnding)
     node.send_signal(signal.SIGINT)
     assert ended(node)[0] == 1
     assert [each for each in processes if each.is_running()] == []

@@ -559,7 +559,7 @@ def test_logs_of_what_is_not_there(detached):
     session.run(printed, (1,))
     wrong = logs(session._live.name, "--job", "1")
     assert wrong.returncode == 1
-    assert f"job 1 is none of session 'kept-0', which has {session.jobs[0].number}" in wrong.stderr
+    assert f"session 'kept-0' has no job 1; it has {session.jobs[0].number}" in wrong.stderr
     missing = logs("nowhere")
     assert missing.returncode == 1
     assert missing.stderr.startswith("session 'nowhere' is not open on this machine")

@@ -111,6 +111,20 @@ def test_what_auto_has_run_on_the_ranks_the_notebook_has_not_bound(notebook):
     steps(notebook, "%distributed auto off", ("step", 0))
 
 
+def test_a_cell_on_the_ranks_is_analysed_once(notebook):
+    notebook(
+        """
+        from nblaunch.capture.names import _Analysis
+        analysed, follow = [], _Analysis.follow
+        _Analysis.follow = lambda self, tree: analysed.append(tree) or follow(self, tree)
+        """
+    )
+    assert notebook.ranks("1 + 1") == 2
+    notebook("_Analysis.follow = follow")
+    # The first is of the cell that begins to count.
+    assert notebook.kernel.value("len(analysed)") == 2
+
+
 # --- what a rank binds is its own, wherever it does ----------------------------------------------------
 
 

@@ -18,6 +18,7 @@ import torch
 from lanes import sampled
 
 import nblaunch
+from nblaunch.capture.names import cell_names
 
 pytestmark = pytest.mark.quick
 
@@ -548,7 +549,7 @@ def nblaunch_background(session: nblaunch.Session, source: str) -> Any:
 def cell_job(source: str) -> tuple[Any, ...]:
     from nblaunch.protocol.messages import CellJob
 
-    return CellJob(source, "<session cell>", "session cell", first_line=1), source, {}, str
+    return CellJob(source, "<session cell>", "session cell", first_line=1), cell_names(source), {}
 
 
 def test_a_restart_gives_new_ranks_without_variables(own):

@@ -25,6 +25,7 @@ from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
 import nblaunch
+from nblaunch.capture.names import cell_names
 from nblaunch.group import recovery
 from nblaunch.rank import in_place
 
@@ -215,7 +216,7 @@ def failing_cell(
     from nblaunch.protocol.messages import CellJob
 
     job = CellJob(source, "<session cell>", "session cell", first_line=1)
-    finished = session._live.prepare_cell(job, source, {}, str, options=options)(None)
+    finished = session._live.prepare_cell(job, cell_names(source), {}, options=options)(None)
     assert isinstance(finished.error, nblaunch.RunFailedError)
     return finished.error
 
@@ -236,7 +237,7 @@ def test_a_collective_that_only_some_ranks_were_asked_for_is_freed(session):
     from nblaunch.protocol.messages import CellJob
 
     job = CellJob(source, "<session cell>", "session cell", first_line=1)
-    finished = session._live.prepare_cell(job, source, {}, str, ranks=[1], options=options)(None)
+    finished = session._live.prepare_cell(job, cell_names(source), {}, ranks=[1], options=options)(None)
     assert isinstance(finished.error, nblaunch.RunTimeoutError)
     assert finished.result is not None
     assert finished.result.warnings[-1] == REFORMED

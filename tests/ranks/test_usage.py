@@ -200,7 +200,7 @@ def test_64_ranks_cost_about_a_twentieth_of_one_core_at_most(process):
         attempt=AttemptState(number=0, world_size=64, reason="started", started=0.0),
     )
     told: list[Measured] = []
-    with usage.measuring(lambda: state, told.append, wanted=True):
+    with usage.measuring(lambda: state, told.append):
         began = time.monotonic()
         thread = next(each for each in threading.enumerate() if each.name == "nblaunch-usage")
         while len(told) < 3 and time.monotonic() < began + 20:
@@ -263,7 +263,7 @@ def driver(monkeypatch):
 def asked(pid, device, visible=None):
     gpus = GpuMeter(SeenGpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
     try:
-        found = gpus.of(pid, device)
+        found = gpus.usage(pid, device)
     finally:
         gpus.close()
     return found.memory, found.percent
@@ -309,7 +309,7 @@ def test_a_virtual_local_rank_is_measured_on_the_gpu_that_it_sees(
     driver(4_000_077)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     measured = GpuMeter(SeenGpus(environ, alone=True, gpus=gpus))
-    found = measured.of(77, "cuda:0", local_rank)
+    found = measured.usage(77, "cuda:0", local_rank)
     assert (found.memory, found.percent) == expected
     measured.close()
 

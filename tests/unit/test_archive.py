@@ -19,7 +19,8 @@ from nblaunch.capture.pickling import dumps
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.client import ClientRecord, JobOrder
-from nblaunch.protocol.state import Message, RunState, advance, decode_state, encode_state
+from nblaunch.protocol.messages import encode
+from nblaunch.protocol.state import Message, RunState, advance, decode_state
 from nblaunch.protocol.transcript import Text
 from nblaunch.runtime.archive import Archive, Bounds, bounded, most_values
 from nblaunch.runtime.jobs import RunningJob
@@ -55,7 +56,7 @@ def ended(tmp_path):
         order = JobOrder(
             number=number,
             dispatches=dispatches,
-            state=encode_state(RunState.fresh(1)),
+            state=encode(RunState.fresh(1)),
             title=f"job {number}",
             options=LaunchOptions(),
         )
@@ -228,8 +229,8 @@ def test_the_oldest_displays_of_a_large_state_are_dropped_and_counted(shown, lim
     for number, (rank, size) in enumerate(shown):
         state = advance(state, figure(rank, number, size))
     left, count = bounded(state, limit)
-    assert len(encode_state(left)) <= limit
-    assert (count == 0) == (len(encode_state(state)) <= limit) == (left is state)
+    assert len(encode(left)) <= limit
+    assert (count == 0) == (len(encode(state)) <= limit) == (left is state)
     for rank in (0, 1):
         before, after = numbers(state, rank), numbers(left, rank)
         assert after == before[len(before) - len(after) :]
@@ -248,7 +249,7 @@ def test_displays_of_earlier_attempts_go_first_and_no_text_goes():
             state = advance(
                 state, wire.AttemptStarted(number=1, world_size=1, pids={}, reason="again", time=1.0)
             )
-    left, count = bounded(state, len(encode_state(state)) - 10)
+    left, count = bounded(state, len(encode(state)) - 10)
     assert count == 1
     assert [len(each.ranks[0].transcript.displays) for each in left.attempts] == [0, 1]
     texts = [each.ranks[0].transcript.entries[0] for each in left.attempts]

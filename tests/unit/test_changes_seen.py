@@ -11,6 +11,7 @@ import torch
 from lanes import sampled
 
 from nblaunch.capture.capture import capture_cell
+from nblaunch.capture.names import cell_names
 from nblaunch.client.knowledge import Knowledge
 from nblaunch.protocol.messages import Names
 
@@ -31,7 +32,7 @@ class Notebook:
     def changed(self, cell: str) -> set[str]:
         """Send what a cell uses; return the variables that were changed since they were sent."""
         [view] = self.knowledge.views([0], self.names, self.variables)
-        captured = capture_cell(cell, self.variables, known=view)
+        captured = capture_cell(cell_names(cell), self.variables, known=view)
         self.knowledge.remember(view, view.delivery(captured))
         view.find_changes()
         had = self.names[0].names if 0 in self.names else ()

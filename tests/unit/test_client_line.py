@@ -29,7 +29,7 @@ from nblaunch.client.line import ClientLine, connect, deferring_interrupts, noti
 from nblaunch.host.hub import Hub
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.framing import LIMIT_BEFORE_WELCOME, FrameKind, header
-from nblaunch.protocol.messages import encode
+from nblaunch.protocol.messages import Noticed, encode
 from nblaunch.runtime import connections as connections_module
 from nblaunch.runtime.connections import Connections
 
@@ -168,18 +168,18 @@ def test_a_request_may_be_sent_before_the_welcome_is_read(new_line):
 
 def test_events_that_come_before_an_answer_are_kept(runtime, line):
     def events_first(connection, number, _request):
-        connection.event(wire.UserNotice(text="first"))
+        connection.event(Noticed(text="first"))
         connection.folded(7, b"raw")
         connection.answer(number + 1000, wire.Done())
         connection.answer(number, wire.Done())
-        connection.event(wire.UserNotice(text="last"))
+        connection.event(Noticed(text="last"))
 
     runtime.handlers[wire.InterruptSession] = events_first
     assert line.ask(wire.InterruptSession(session=""), 10) == wire.Done()
-    assert line.next(10) == (FrameKind.EVENT, 0, wire.UserNotice(text="first"))
+    assert line.next(10) == (FrameKind.EVENT, 0, Noticed(text="first"))
     line.decode_folded = bytes.upper
     assert line.next(10) == (FrameKind.FOLDED, 7, b"RAW")
-    assert line.next(10) == (FrameKind.EVENT, 0, wire.UserNotice(text="last"))
+    assert line.next(10) == (FrameKind.EVENT, 0, Noticed(text="last"))
     assert line.next(0) is None
 
 
@@ -203,7 +203,7 @@ def test_a_request_without_an_answer_ends_after_its_time_and_the_line_goes_on(ru
 def test_a_time_is_kept_while_other_messages_never_pause():
     """The answer does not come, and as soon as one message is read there is another one."""
     ours, theirs = socket.socketpair()
-    more = framed(wire.UserNotice(text="more"), kind=FrameKind.EVENT)
+    more = framed(Noticed(text="more"), kind=FrameKind.EVENT)
 
     class Unending(Wrapped):
         def recv(self, size):
@@ -237,7 +237,7 @@ def test_what_the_runtime_raises_is_raised_here(runtime, line, caplog):
 def test_large_requests_and_answers_arrive_whole(runtime, line):
     text = "x" * (20 << 20)
     runtime.handlers[wire.InterruptSession] = lambda connection, _, request: connection.event(
-        wire.UserNotice(text=request.session)
+        Noticed(text=request.session)
     )
     line.send(wire.InterruptSession(session=text))
     _, _, notify = line.next(30)
@@ -499,7 +499,7 @@ def test_a_runtime_that_ends_in_the_middle_of_an_answer_is_gone():
     ours, theirs = socket.socketpair()
     line = ClientLine(ours, introduction(), EndedError)
     answer = framed(wire.Done(), 1)
-    theirs.sendall(framed(wire.UserNotice(text="before"), kind=FrameKind.EVENT) + answer[:-1])
+    theirs.sendall(framed(Noticed(text="before"), kind=FrameKind.EVENT) + answer[:-1])
     ending = threading.Timer(0.2, theirs.close)
     ending.start()
     began = time.monotonic()
@@ -508,7 +508,7 @@ def test_a_runtime_that_ends_in_the_middle_of_an_answer_is_gone():
     assert time.monotonic() - began < 1.2
     ending.join()
     assert line.closed
-    assert line.next() == (FrameKind.EVENT, 0, wire.UserNotice(text="before"))
+    assert line.next() == (FrameKind.EVENT, 0, Noticed(text="before"))
     for use in (line.next, lambda: line.send(wire.Stop()), lambda: line.welcome):
         with pytest.raises(EndedError):
             use()
@@ -525,18 +525,18 @@ def test_a_client_that_closes_is_lost(runtime, line, eventually):
     line.close()
     eventually(lambda: runtime.lost, "its end is noticed")
     assert list(runtime.connections) == []
-    runtime.lost[0].event(wire.UserNotice(text="nobody gets it"))
+    runtime.lost[0].event(Noticed(text="nobody gets it"))
 
 
 def test_a_client_that_the_runtime_closes_gets_what_was_sent_before(runtime, line):
     def end(connection, number, _request):
         connection.answer(number, wire.Done())
-        connection.event(wire.UserNotice(text="stopped"))
+        connection.event(Noticed(text="stopped"))
         connection.close()
 
     runtime.handlers[wire.Stop] = end
     assert line.ask(wire.Stop(), 10) == wire.Done()
-    assert line.next(10) == (FrameKind.EVENT, 0, wire.UserNotice(text="stopped"))
+    assert line.next(10) == (FrameKind.EVENT, 0, Noticed(text="stopped"))
     with pytest.raises(EndedError):
         line.next(10)
     assert runtime.lost == []
@@ -545,7 +545,8 @@ def test_a_client_that_the_runtime_closes_gets_what_was_sent_before(runtime, lin
 CLIENT_WITH_A_CHILD = """
 import os, sys, pathlib
 from nblaunch.client.line import ClientLine, connect
-from nblaunch.protocol.client import Introduce, UserNotice, Stop
+from nblaunch.protocol.client import Introduce, Stop
+from nblaunch.protocol.messages import Noticed
 path, token = sys.argv[1:]
 introduce = Introduce(token=token, version="", pid=1, node="", name="")
 line = ClientLine(connect(pathlib.Path(path)), introduce, OSError)
@@ -604,7 +605,7 @@ def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(
     for first in range(0, count, batch):
         runtime.on_hub(lambda first=first: send(first))
     assert client.behind
-    runtime.on_hub(lambda: client.event(wire.UserNotice(text="while it is behind")))
+    runtime.on_hub(lambda: client.event(Noticed(text="while it is behind")))
     assert resident() - before < 40 << 20
     assert len(client._outbox) < 10
     line.send(wire.Stop())  # it writes, and does not read
@@ -616,7 +617,7 @@ def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(
     eventually(lambda: runtime.caught_up, "it has caught up")
     assert not client.behind
     runtime.on_hub(lambda: send(count))
-    runtime.on_hub(lambda: client.event(wire.UserNotice(text="end")))
+    runtime.on_hub(lambda: client.event(Noticed(text="end")))
     assert next_texts(line, "end") == [*range(count, count + batch), "end"]
     assert runtime.caught_up == [client]
 
@@ -629,7 +630,7 @@ def test_a_client_that_accepts_nothing_for_a_while_is_behind(runtime, line, monk
     assert not client.behind
     eventually(lambda: client.behind, "it is behind")
     assert len(client._outbox) == 1
-    runtime.on_hub(lambda: client.event(wire.UserNotice(text="end")))
+    runtime.on_hub(lambda: client.event(Noticed(text="end")))
     assert next_texts(line, "end") == [1, "end"]
     eventually(lambda: runtime.caught_up == [client], "it has caught up")
 
@@ -645,7 +646,7 @@ def test_a_client_that_asks_and_does_not_read_has_not_caught_up(runtime, line, m
     line.send(wire.Stop())
     eventually(lambda: runtime.asked, "the request is here")
     assert (client.behind, runtime.caught_up) == (True, [])
-    runtime.on_hub(lambda: client.event(wire.UserNotice(text="end")))
+    runtime.on_hub(lambda: client.event(Noticed(text="end")))
     next_texts(line, "end")
     eventually(lambda: runtime.caught_up == [client], "it has caught up")
 
@@ -653,7 +654,7 @@ def test_a_client_that_asks_and_does_not_read_has_not_caught_up(runtime, line, m
 def test_one_client_that_does_not_read_holds_up_no_other(runtime, line, new_line):
     stuck = runtime.client()
     other = new_line()
-    runtime.on_hub(lambda: [stuck.event(wire.UserNotice(text="x" * (1 << 20))) for _ in range(20)])
+    runtime.on_hub(lambda: [stuck.event(Noticed(text="x" * (1 << 20))) for _ in range(20)])
     assert other.ask(wire.Stop(), 5) == wire.Done()
     assert line.ask(wire.Stop(), 10) == wire.Done()  # an answer comes behind all events
 
@@ -728,7 +729,7 @@ def test_an_interrupt_at_any_read_or_write_loses_nothing(runtime):
         for part in range(3):
             connection.folded(int(request.session[0]), b"%d" % part)
         connection.answer(number, wire.Done())
-        connection.event(wire.UserNotice(text=request.session[0]))
+        connection.event(Noticed(text=request.session[0]))
 
     runtime.handlers[wire.InterruptSession] = answer
     handler = signal.getsignal(signal.SIGINT)

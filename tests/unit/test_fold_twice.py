@@ -16,8 +16,9 @@ from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Publish, Trigger
 from nblaunch.group.machine import RestartAsked
 from nblaunch.protocol import messages as wire
+from nblaunch.protocol.messages import encode
 from nblaunch.protocol.reports import HangReport, LocatedAll
-from nblaunch.protocol.state import RunState, advance, decode_folded, decode_state, encode_state
+from nblaunch.protocol.state import RunState, advance, decode_folded, decode_state
 
 ANY_TEXT = st.text(st.characters(), max_size=40)
 """Also lone surrogates, as in file names that are not UTF-8."""
@@ -34,7 +35,7 @@ class Followed(Group):  # type: ignore[misc]  # a class of another test
     def check(self, before: GroupState, event: GroupEvent, actions: tuple[Action, ...]) -> None:
         super().check(before, event, actions)
         if isinstance(event, life.JobSubmitted) and event.job is not None:
-            self.there = decode_state(encode_state(event.job.run))
+            self.there = decode_state(encode(event.job.run))
         published = [isinstance(each, Publish) for each in actions]
         assert published == sorted(published, reverse=True), "others may feed what is folded later"
         for each in actions:
@@ -45,7 +46,7 @@ class Followed(Group):  # type: ignore[misc]  # a class of another test
                 self.published += 1
         if self.state.job is not None:
             assert self.there == self.state.job.run
-            assert decode_state(encode_state(self.there)) == self.there
+            assert decode_state(encode(self.there)) == self.there
 
 
 SEEN = st.one_of(
@@ -122,7 +123,7 @@ REPORT = HangReport(groups=(), collectives={}, silent={0: "stack"}, finished=(1,
 def test_a_job_is_followed_to_its_end(job, doing):
     frames: list[bytes] = []
     job.fold(wire.Noticed(text="before anyone follows it"))
-    there = decode_state(encode_state(job.state))
+    there = decode_state(encode(job.state))
     job.listeners.append(lambda _, raw: frames.append(raw))
     job.fold(wire.Waiting(doing=doing))
     job.fold(LocatedAll(report=REPORT))
@@ -165,7 +166,7 @@ def test_nothing_is_encoded_for_nobody(job):
 @given(HISTORIES)
 def test_a_state_arrives_as_it_is(messages):
     state = folded(messages)[-1]
-    assert decode_state(encode_state(state)) == state
+    assert decode_state(encode(state)) == state
 
 
 @given(HOSTILE | ANY_TEXT)
@@ -174,7 +175,7 @@ def test_a_state_arrives_whatever_ranks_have_said(text):
     state = run_that_says(text)
     later = advance(state, attempt(1, 3))
     for each in (state, later, advance(later, LocatedAll(report=REPORT))):
-        assert decode_state(encode_state(each)) == each
+        assert decode_state(encode(each)) == each
 
 
 def test_a_long_output_with_displays_arrives_in_its_order():
@@ -185,10 +186,10 @@ def test_a_long_output_with_displays_arrives_in_its_order():
             state, message if chance.random() < 0.6 else wire.Displayed(rank=0, data={"n": number})
         )
     assert state.ranks[0].transcript.omitted
-    assert decode_state(encode_state(state)) == state
+    assert decode_state(encode(state)) == state
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"hello", b"\x80", encode_state(RunState.fresh(1))[:-1]])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"hello", b"\x80", encode(RunState.fresh(1))[:-1]])
 def test_bytes_that_are_no_state_and_no_message_are_refused(data):
     with pytest.raises(wire.ProtocolError, match=f"^{len(data)} bytes from nblaunch's runtime process"):
         decode_state(data)

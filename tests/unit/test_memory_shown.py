@@ -28,7 +28,7 @@ from nblaunch.protocol.messages import (
     encode,
 )
 from nblaunch.protocol.reports import held_lines
-from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
+from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.rank import memory
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import Drawing
@@ -72,10 +72,10 @@ def test_the_panel_shows_what_a_rank_has_now_and_had_at_most_and_its_peak_once_i
 
 
 def test_what_a_rank_used_travels_with_the_state_and_a_dead_rank_has_what_was_measured_last():
-    state = decode_state(encode_state(returned(USED)))
+    state = decode_state(encode(returned(USED)))
     assert [rank.used for rank in state.ranks.values()] == [USED, USED]
     usage = Usage(cpu_percent=5.0, memory=MIB, memory_peak=9 * MIB, gpu_memory=11)
-    dead = decode_state(encode_state(advance(running(), Measured(usages={1: usage}))))
+    dead = decode_state(encode(advance(running(), Measured(usages={1: usage}))))
     assert dead.ranks[1].used == MemoryUse(MIB, 9 * MIB, 11, None)
     assert dead.ranks[0].used is None
 
