@@ -83,7 +83,7 @@ def capture_cell(names: CellNames, namespace: dict[str, Any], *, known: Known | 
         except Exception:  # noqa: BLE001 - whatever the objects raise
             # A name that the cell may never load must not fail the run.
             maybe = {name: value for name, value in maybe.items() if _can_be_sent(value, namespace)}
-            with _explained(surely, namespace, "the cell uses"):
+            with _explaining(surely, namespace, "the cell uses"):
                 packed = pickling.dumps({**surely, **maybe}, namespace, known, trim=known is None)
         return packed, {**surely, **maybe}
 
@@ -114,7 +114,7 @@ def _pack_all(
 def capture_values(
     values: dict[str, Any], namespace: dict[str, Any] | None = None, known: Known | None = None
 ) -> Captured:
-    with _explained(values, namespace, "the push holds"):
+    with _explaining(values, namespace, "the push holds"):
         packed = pickling.dumps(values, namespace, known, push=True)
     notices = _notices(packed, values, namespace, known)
     return Captured(packed, (), _sources(packed), frozenset(values), notices=notices)
@@ -141,7 +141,7 @@ def capture_call(
         call = (function, tuple(args), tuple(kwargs.items()), tuple(variables.items()))
         return pickling.dumps(call, namespace, known, trim=known is None), variables
 
-    with _explained(roots, namespace, "the call uses"):
+    with _explaining(roots, namespace, "the call uses"):
         packed, sent = _pack_all(pack, frozenset(), notebook_names(available), known)
         notices = _notices(packed, {**roots, **sent}, namespace, known)
         return Captured(packed, (), _sources(packed), frozenset(sent), notices=notices)
@@ -186,7 +186,7 @@ def _notices(
 
 
 @contextmanager
-def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str) -> Iterator[None]:
+def _explaining(roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str) -> Iterator[None]:
     """Turn an error in this block into a `CaptureError`, which names the part of `roots` that causes it."""
     try:
         yield

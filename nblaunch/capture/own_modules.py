@@ -155,7 +155,7 @@ def imports_in(source: str | bytes) -> frozenset[ImportedName]:
         plain = _MAGIC.sub(r"\1pass", source)
         lines = (_parsed(line.strip()) for line in plain.splitlines() if "import" in line)
         tree = _parsed(plain) or ast.Module([each for line in lines if line for each in line.body], [])
-    return frozenset(_named_in(tree)) if tree is not None else frozenset()
+    return frozenset(_imported_names(tree)) if tree is not None else frozenset()
 
 
 def _parsed(source: str | bytes) -> ast.Module | None:
@@ -165,7 +165,7 @@ def _parsed(source: str | bytes) -> ast.Module | None:
         return None
 
 
-def _named_in(tree: ast.Module) -> Iterator[ImportedName]:
+def _imported_names(tree: ast.Module) -> Iterator[ImportedName]:
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -217,7 +217,7 @@ class _FileSearch:
             else ""
             for each in there.values()
         )
-        self._loaded, self._elsewhere = _sorted_out(self._roots, tuple(there), files)
+        self._loaded, self._elsewhere = _sort_modules(self._roots, tuple(there), files)
 
     def files(self, imports: Iterable[ImportedName], begin: Iterable[str]) -> tuple[str, ...]:
         for path in (*begin, *self._loaded):
@@ -284,7 +284,7 @@ class _FileSearch:
 
 
 @functools.lru_cache(maxsize=1)
-def _sorted_out(
+def _sort_modules(
     roots: tuple[str, ...], names: tuple[str, ...], files: tuple[str, ...]
 ) -> tuple[tuple[str, ...], frozenset[str]]:
     """Return the files of the loaded modules below a root, and the names that Python has found elsewhere."""

@@ -37,8 +37,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import arrays, identity, push, recipes, tensors
-from nblaunch.capture.annotations import annotation_names
-from nblaunch.capture.parts import LEAVES, Made, global_names
+from nblaunch.capture.parts import LEAVES, Made, annotation_names, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -506,7 +505,7 @@ def dumps(
     """
 
     def packed(kind: type[Outbound], memories: Callable[..., arrays.WholeMemories]) -> Packed:
-        return _packed(value, functools.partial(kind, namespace=namespace, known=known), memories)
+        return _pack(value, functools.partial(kind, namespace=namespace, known=known), memories)
 
     if known is not None:
         there = functools.partial(arrays.WholeMemories, known.key_of, known.memories)
@@ -520,21 +519,21 @@ def dumps(
 
 
 def dumps_home(value: object) -> Packed:
-    return _packed(value, Homebound, functools.partial(arrays.TrimmedMemories, writable=True))
+    return _pack(value, Homebound, functools.partial(arrays.TrimmedMemories, writable=True))
 
 
-def _packed(
+def _pack(
     value: object, make: Callable[..., _ValuePickler], memories: Callable[..., arrays.WholeMemories]
 ) -> Packed:
     whole: list[Any] = []
     while True:
         try:
-            return _packed_once(value, make, memories(first=whole))
+            return _pack_once(value, make, memories(first=whole))
         except arrays.OverlapError as error:
             whole.append(error.root)
 
 
-def _packed_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
+def _pack_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
     buffers: list[memoryview | tensors.Deferred] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:

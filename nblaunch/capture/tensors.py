@@ -252,13 +252,13 @@ def reduce_by_value(obj: Any) -> Any:
         return reduce(obj)
     import torch
 
-    alone = _elsewhere(obj)
+    alone = _copy_apart(obj)
     if isinstance(obj, torch.nn.Parameter):
         return torch.nn.Parameter, (alone, obj.requires_grad)
     return alone.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def _elsewhere(tensor: Any) -> Any:
+def _copy_apart(tensor: Any) -> Any:
     """Return a tensor of the same elements over a storage that no other tensor has.
 
     It reads the memory of a contiguous CPU tensor in place; any other tensor is copied.

@@ -114,7 +114,9 @@ class LateRanks(msgspec.Struct, frozen=True):
     """Those whose process is stopped (SIGSTOP), and how many seconds ago each was interrupted."""
 
     @classmethod
-    def of(cls, waited_for: Mapping[int, float], report: HangReport, asked: float, now: float) -> LateRanks:
+    def found(
+        cls, waited_for: Mapping[int, float], report: HangReport, asked: float, now: float
+    ) -> LateRanks:
         """Return what to show; `asked` is when ranks were asked for the `report`."""
         places = _places(report)
         late = {rank: asked - since for rank, since in overdue(waited_for, asked).items()}
@@ -133,7 +135,6 @@ def overdue(waited_for: Mapping[int, float], now: float) -> dict[int, float]:
 
 
 def _places(report: HangReport) -> dict[int, str]:
-    """Return where each rank is, in one line."""
     found = {rank: f"still {group.headline}" for group in report.groups for rank in group.ranks}
     for rank, stack in report.silent.items():
         innermost = next((line.strip() for line in reversed(stack.splitlines()) if line.strip()), "")
@@ -238,7 +239,6 @@ class Interrupted(msgspec.Struct, frozen=True):
 
     @property
     def handles_it(self) -> bool:
-        """Whether it has seen the interrupt, and has time for its own handling of it."""
         return self.seen is not None and self.handled and not self.last
 
     def seen_for(self, seconds: float, now: float) -> bool:
@@ -334,7 +334,7 @@ class Interruption(msgspec.Struct, frozen=True):
         if after.survey_at is not None and now >= after.survey_at:
             # Also those that have finished, or take no part: a stuck rank may wait for one of these.
             everyone = (rank.rank for rank in members.ranks.values() if rank.node)
-            survey, sends = Survey.of(everyone, now + _ANSWER_SECONDS)
+            survey, sends = Survey.begin(everyone, now + _ANSWER_SECONDS)
             after = replace(after, survey_at=None, survey=survey)
         after, freed = _free_stuck(after, state, now)
         return after, (*sends, *freed)
@@ -465,8 +465,7 @@ class Ending(msgspec.Struct, frozen=True):
     """When the job ends, whatever its ranks do."""
 
     @classmethod
-    def of(cls, timeout: float | None, hang_after: float | None, began: float) -> Ending:
-        """Return the limits of a job that has begun."""
+    def begin(cls, timeout: float | None, hang_after: float | None, began: float) -> Ending:
         deadline = NEVER if timeout is None else began + timeout
         return cls(timeout, deadline, hang=HangWatch(hang_after, began))
 
@@ -525,7 +524,6 @@ class EndingStep(Machine[Ending, Consequence]):
     """One step towards the end of a job."""
 
     def __init__(self, state: Ending, interruption: Interruption, job: Situation, now: float) -> None:
-        """`interruption` is that of the job's ranks; like the state, it changes."""
         super().__init__(state, now)
         self.interruption = interruption
         self.job = job
@@ -535,7 +533,6 @@ class EndingStep(Machine[Ending, Consequence]):
         self.act(*sends)
 
     def interrupt(self, *, sparing: bool = False) -> None:
-        """Interrupt the job for the user, or `sparing` its ranks whatever came before."""
         self.set(interrupts=self.state.interrupts + (not sparing))
         ending = self.state
         if not ending.begun:
@@ -599,7 +596,6 @@ class EndingStep(Machine[Ending, Consequence]):
             self.skip_grace()
 
     def break_off_imports(self, report: HangReport) -> None:
-        """Interrupt importing ranks at once, if no others are late."""
         late = self.interruption.waited_for.keys()
         importing = {rank for group in report.groups if group.importing for rank in group.ranks}
         if not late or not late <= importing or self.state.interrupts > 2:  # noqa: PLR2004 - a third came
@@ -609,7 +605,6 @@ class EndingStep(Machine[Ending, Consequence]):
         self.set(broken_off=True)
 
     def skip_grace(self) -> None:
-        """Wait for the ranks of the job no longer."""
         job, waited_for = self.job, self.interruption.waited_for
         lost = format_ranks(job.members.ranks) if job.kept else ""
         abandon_at = min(self.state.abandon_at, self.now + job.grace + END_SECONDS)
@@ -669,7 +664,6 @@ class EndingStep(Machine[Ending, Consequence]):
         self.check_for_late()
 
     def check_for_hang(self, report: HangReport, asked: float) -> None:
-        """Tell the user of a hang that was not there before."""
         watch, hangs = self.state.hang.hangs(report, asked)
         self.set(hang=watch)
         if hangs:
@@ -688,8 +682,7 @@ class EndingStep(Machine[Ending, Consequence]):
             self.act(LocateRanks(Why.LATE, ASK_SECONDS, late))
 
     def show_late(self, report: HangReport, asked: float) -> None:
-        """Show where these ranks are; after a timeout, replace stopped ones."""
-        late = LateRanks.of(self.interruption.waited_for, report, asked, self.now)
+        late = LateRanks.found(self.interruption.waited_for, report, asked, self.now)
         self.set([messages.Waiting(ranks=dict(late.ranks))], late=late)
         stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.job.grace]
         if self.state.timed_out and stopped and not self.job.replacing:

@@ -91,7 +91,6 @@ class WorkerGroup:
         *,
         keep: bool = False,
     ) -> None:
-        """Prepare a group; `start` starts it."""
         self.group = secrets.token_hex(4)
         self.token = secrets.token_hex(16)
         self.attempt = 0
@@ -142,7 +141,6 @@ class WorkerGroup:
 
     @property
     def why_closed(self) -> str:
-        """The error that ended the group, or ""."""
         return "" if self._error is None else str(self._error)
 
     # --- on the caller's thread -----------------------------------------------------------------
@@ -231,13 +229,11 @@ class WorkerGroup:
 
     @property
     def waiting(self) -> bool:
-        """Whether all ranks are connected, and have nothing to do."""
         known = self.state.ranks.values()
         connected = self.job is None and not self.closed.is_set() and all(rank.node for rank in known)
         return connected and all(host.all_alive() for host in self._hosts)
 
     def adopt(self, settings: AgentSettings) -> None:
-        """Give the next job its own grace period."""
         self.settings = replace(self.settings, options=settings.options)
         for host in self._hosts:
             host.adopt(self.settings)
@@ -308,7 +304,6 @@ class WorkerGroup:
         self.feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
 
     def rank_gone(self, exited: messages.Exited) -> None:
-        """Fold the exit of a process, after what its rank has sent."""
         self.feed(exited)
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
@@ -405,7 +400,6 @@ class WorkerGroup:
         self.feed(Trigger.HUB_LOST)
 
     def _go_on(self, message: messages.AttemptStarted, kept: Mapping[int, int]) -> None:
-        """Begin an attempt that keeps ranks, and their logs."""
         names = self.names
         self.names = {
             rank: msgspec.structs.replace(names[before], rank=rank)

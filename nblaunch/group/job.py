@@ -91,7 +91,9 @@ class RankLogs:
         tails, present = self._tails, self._present
         for rank in tails.keys() - set(kept.values()):
             tails[rank].close()
-        self._tails = {rank: tails[before].of(rank) for rank, before in kept.items() if before in tails}
+        self._tails = {
+            rank: tails[before].renumbered(rank) for rank, before in kept.items() if before in tails
+        }
         self._growing = {
             rank: self._growing[before] for rank, before in kept.items() if before in self._growing
         }
@@ -233,7 +235,6 @@ class Job:
 
     @property
     def state(self) -> RunState:
-        """The state of the run: an immutable snapshot."""
         return self.known.run
 
     def dispatch_to(self, rank: int) -> messages.Dispatch:
@@ -278,7 +279,6 @@ class Job:
             each.close()
 
     def shows(self, printed: messages.Printed) -> bool:
-        """Whether output is shown; all of it is in the rank's files, and in the result."""
         # As the agent counts: a virtual local rank is always 0.
         known = self.logs.get(self.state.attempt.number, {}).get(printed.rank)
         rank = self.state.ranks.get(printed.rank)

@@ -211,7 +211,6 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def working(self) -> JobState | None:
-        """The job, if it has not ended."""
         return self.job if self.job is not None and not self.job.ended else None
 
     @property
@@ -221,12 +220,10 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def preempted(self) -> bool:
-        """Whether the running job ends because its nodes are taken back."""
         return self.working is not None and bool(self.working.run.preempted)
 
     @property
     def working_ranks(self) -> Mapping[int, RankState]:
-        """The ranks that take part in a job that has not ended."""
         return {} if self.working is None else self.working.run.ranks
 
     @property
@@ -356,27 +353,13 @@ class Replied(msgspec.Struct, frozen=True):
     answer: messages.Answer
 
 
-GroupEvent: TypeAlias = (
-    messages.FromRank
-    | messages.Printed
-    | messages.Measured
-    | messages.EngineStatus
-    | messages.Exited
-    | messages.Noticed
-    | AttemptStarting
-    | WorkersForked
-    | ExitExplained
-    | StacksRead
-    | RanksStopped
-    | NodeLeaving
-    | PrepareChanged
-    | Preemption
-    | JobSubmitted
-    | Replied
-    | LocateRanks
-    | RestartAsked
-    | Trigger
+_Observed: TypeAlias = messages.Printed | messages.Measured | messages.EngineStatus | messages.Noticed
+_Reported: TypeAlias = (
+    AttemptStarting | WorkersForked | messages.Exited | ExitExplained | RanksStopped | StacksRead
 )
+_OfNodes: TypeAlias = NodeLeaving | PrepareChanged | Preemption
+_Requested: TypeAlias = JobSubmitted | Replied | LocateRanks | RestartAsked
+GroupEvent: TypeAlias = messages.FromRank | _Observed | _Reported | _OfNodes | _Requested | Trigger
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -468,7 +451,6 @@ class _Step(Machine[GroupState, Action]):
         self.set(searches={})
 
     def dismiss(self) -> None:
-        """Let the ranks of a group without a job exit."""
         state = self.state
         begun = state.forked or state.attempt > 0  # not so while an engine's nodes are awaited
         missing = state.exited or (begun and len(state.connected) < state.members.world_size)
@@ -502,7 +484,7 @@ class _Step(Machine[GroupState, Action]):
             )
         self.send(reply.rank, reply.answer)
 
-    def of_job(self, message: messages.Returned | messages.Raised | messages.Asked) -> None:
+    def take_of_job(self, message: messages.Returned | messages.Raised | messages.Asked) -> None:
         job = self.state.working
         if job is None or message.rank not in job.run.ranks:
             return
@@ -560,7 +542,6 @@ class _Step(Machine[GroupState, Action]):
                     self.send(rank.rank, messages.ReportReached())
 
     def engine_reported(self, status: messages.EngineStatus) -> None:
-        """Keep an engine's report; fold what is new in it."""
         before = self.state.engine
         self.set(engine=status)
         if before is None or replace(before, state=status.state, joined=status.joined) != status:
@@ -608,13 +589,12 @@ class _Step(Machine[GroupState, Action]):
     # --- where the ranks are ---------------------------------------------------------------------
 
     def locate(self, request: LocateRanks) -> None:
-        """Ask ranks that are at work where they are."""
         why, seconds, ranks = request.number, request.seconds, request.ranks
         state = self.state
         known = () if state.closed else state.at_work.ranks.values()
         at_work = (rank.rank for rank in known if rank.node and not rank.state.final)
         asked = (rank for rank in at_work if ranks is None or rank in ranks)
-        search, sends = Locating.of(asked, seconds, self.now)
+        search, sends = Locating.begin(asked, seconds, self.now)
         self.set(sends, searches={**state.searches, why: search})
         self.search_on()
 
@@ -623,7 +603,6 @@ class _Step(Machine[GroupState, Action]):
         self.search_on()
 
     def search_on(self) -> None:
-        """Go on with searches of which a stage is over."""
         remote = self.state.remote - self.state.exited
         for why in tuple(self.state.searches):
             search = self.state.searches.get(why)  # what comes of one may begin or end others
@@ -671,7 +650,7 @@ class _Step(Machine[GroupState, Action]):
             saving=RankSet(),
         )
         if message.number > 0 and self.state.persistent:
-            self.note(RESTARTED if kept is None else _gone_on(kept, message.world_size))
+            self.note(RESTARTED if kept is None else _describe_regroup(kept, message.world_size))
         job = self.state.working
         # Its ranks are gone, with all the variables it could use, or it was captured for other ranks.
         gone = job is not None and (job.dispatched or kept is not None or job.lacks(message.world_size))
@@ -713,7 +692,6 @@ class _Step(Machine[GroupState, Action]):
             self.limit(messages.Phase.PROCESS_GROUP)
 
     def stop_overdue(self) -> None:
-        """Stop an attempt that has exceeded its deadline, once."""
         state, phase = self.state, self.state.limited
         if phase is None or self.now <= state.deadline:
             return
@@ -874,7 +852,7 @@ class _Step(Machine[GroupState, Action]):
         if not job.open or job.unmatched:
             return True
         if job.left_open is None:
-            left_open, sends = Survey.of(self.state.members.ranks, self.now + _LEFT_OPEN_SECONDS)
+            left_open, sends = Survey.begin(self.state.members.ranks, self.now + _LEFT_OPEN_SECONDS)
             self.set_job(sends, left_open=left_open, settle_at=left_open.until)
             return False
         if not job.left_open.over(self.now):
@@ -903,7 +881,6 @@ class _Step(Machine[GroupState, Action]):
     # --- interrupts, recovery, replacement -------------------------------------------------------
 
     def preempt(self, event: Preemption) -> None:
-        """Have all ranks save; the running job ends for that."""
         state, job = self.state, self.state.working
         if state.closed:
             return
@@ -922,7 +899,7 @@ class _Step(Machine[GroupState, Action]):
         if event.seconds is not None:
             self.end_early(EndingStep.begin_interruption)
 
-    def saves(self, message: messages.Preempting | messages.Preempted) -> None:
+    def take_saving(self, message: messages.Preempting | messages.Preempted) -> None:
         if isinstance(message, messages.Preempting):
             self.set(interruption=self.state.interruption.left_alone(message.rank))
             return
@@ -959,7 +936,6 @@ class _Step(Machine[GroupState, Action]):
         self.follow(step.actions)
 
     def follow(self, consequences: Iterable[Consequence]) -> None:
-        """Do what follows from a decision of another machine."""
         for each in consequences:
             match each:
                 case LocateRanks():
@@ -1060,7 +1036,9 @@ class _Step(Machine[GroupState, Action]):
         starting = state.persistent and not (state.all_ready or state.adopted)
         if not (event.enough or starting) or state.closed or state.replacing or state.changing:
             return  # the node's ranks have failed with it
-        if not state.persistent and (job is None or job.settled or state.interruption.begun):
+        if not state.persistent and (
+            job is None or job.settled or job.ending.told or state.interruption.begun
+        ):
             return
         if state.persistent and not starting:
             self.note(f"node {event.name} {how}, with the variables of {format_ranks(event.ranks)}")
@@ -1137,22 +1115,22 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
 _HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
     messages.Hello: _Step.connected,
     messages.Entered: _Step.entered,
-    messages.Returned: _Step.of_job,
-    messages.Raised: _Step.of_job,
-    messages.Asked: _Step.of_job,
+    messages.Returned: _Step.take_of_job,
+    messages.Raised: _Step.take_of_job,
+    messages.Asked: _Step.take_of_job,
     messages.Arrived: _Step.payload_arrived,
     messages.InterruptSeen: lambda step, seen: step.set(
         interruption=step.state.interruption.seen(seen, step.now)
     ),
     messages.Where: _Step.located,
     messages.Recovered: _Step.recovered,
-    messages.Preempting: _Step.saves,
-    messages.Preempted: _Step.saves,
+    messages.Preempting: _Step.take_saving,
+    messages.Preempted: _Step.take_saving,
 }
 """Handlers of messages of ranks, which are also folded."""
 
 
-def _gone_on(kept: Mapping[int, int], world_size: int) -> str:
+def _describe_regroup(kept: Mapping[int, int], world_size: int) -> str:
     """Describe which ranks were kept, which have a new number, and which are new."""
     others = {rank: before for rank, before in kept.items() if rank != before}
     new = [rank for rank in range(world_size) if rank not in kept]

@@ -26,7 +26,6 @@ class LocalRuntime(LocalHost):
     """The host that a runtime is, and its groups; its methods may be called on any thread."""
 
     def __init__(self, server: Server) -> None:
-        """Use the fork server beside this process."""
         super().__init__(server)
         self._standby: Standby | None = None
         self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()

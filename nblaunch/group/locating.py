@@ -56,8 +56,8 @@ class Locating(msgspec.Struct, frozen=True):
     """The answers before ranks were asked once more."""
 
     @classmethod
-    def of(cls, ranks: Iterable[int], seconds: float, now: float) -> tuple[Locating, Sends]:
-        survey, sends = Survey.of(ranks, now + seconds)
+    def begin(cls, ranks: Iterable[int], seconds: float, now: float) -> tuple[Locating, Sends]:
+        survey, sends = Survey.begin(ranks, now + seconds)
         return cls(now, seconds, survey), sends
 
     def with_answer(self, answer: Where) -> Locating:
@@ -85,13 +85,13 @@ class Locating(msgspec.Struct, frozen=True):
 
         Ranks whose stacks are to be read are `silent`. `remote` are on other machines, and alive.
         """
-        if self.stage is LocatingStage.ASKING and (silent := self._silent(state, remote)):
+        if self.stage is LocatingStage.ASKING and (silent := self._ranks_to_read(state, remote)):
             until = now + _NODE_SECONDS
             return replace(self, stage=LocatingStage.READING, state=state, silent=silent, until=until), ()
         if self.stage is LocatingStage.SETTLING:
             # No two ranks answer at the same time: in between, each may have sent what the other awaits.
             # What `isend` and `irecv` have begun is not in gloo's recorder at all.
-            survey, sends = Survey.of(self.circles, now + self.seconds)
+            survey, sends = Survey.begin(self.circles, now + self.seconds)
             return replace(self, stage=LocatingStage.AGAIN, survey=survey, first=self.survey.answers), sends
         report = self.report(state, remote)
         if self.stage is LocatingStage.AGAIN or not report.deadlocks:
@@ -103,7 +103,7 @@ class Locating(msgspec.Struct, frozen=True):
         until = now + (_SETTLED_SECONDS if backends <= _SETTLED_SOON else _SETTLED_LATE_SECONDS)
         return replace(self, stage=LocatingStage.SETTLING, state=None, circles=circles, until=until), ()
 
-    def _silent(self, state: RunState, remote: AbstractSet[int]) -> frozenset[int]:
+    def _ranks_to_read(self, state: RunState, remote: AbstractSet[int]) -> frozenset[int]:
         return frozenset(
             rank
             for rank in self.survey.missing

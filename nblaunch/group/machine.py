@@ -19,7 +19,6 @@ class Machine(Generic[_State, _Action]):
     """One step of a machine: the state as it changes, and the actions that follow; `now` is monotonic."""
 
     def __init__(self, state: _State, now: float) -> None:
-        """Begin in `state`, which is left alone."""
         self.state = state
         self.now = now
         self.actions: list[_Action] = []
@@ -28,7 +27,6 @@ class Machine(Generic[_State, _Action]):
         self.actions += actions
 
     def set(self, actions: Iterable[_Action] = (), /, **changes: Any) -> None:
-        """Change the state; these actions follow."""
         self.state = replace(self.state, **changes)
         self.act(*actions)
 
@@ -79,8 +77,7 @@ class Survey(msgspec.Struct, frozen=True):
     answers: Mapping[int, Where] = {}
 
     @classmethod
-    def of(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
-        """Return a survey of these ranks, and its questions."""
+    def begin(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
         survey = cls(frozenset(ranks), until)
         return survey, tuple(Send(rank, ReportWhere()) for rank in sorted(survey.missing))
 

@@ -78,7 +78,6 @@ class Recovery(msgspec.Struct, frozen=True):
 
     @property
     def awaited(self) -> frozenset[int]:
-        """The ranks that have not reported that they are ready."""
         return self.members if self.fitness is not None else self.waiting
 
     def begin(  # noqa: PLR0913 - all that is known of the ranks
@@ -96,7 +95,7 @@ class Recovery(msgspec.Struct, frozen=True):
 
         They have `called` so much within the job, which may have `succeeded`.
         """
-        fitness, sends = Survey.of(members, now + _FITNESS_SECONDS)
+        fitness, sends = Survey.begin(members, now + _FITNESS_SECONDS)
         begun = Recovery(
             self.number,
             fitness.missing,
@@ -133,7 +132,7 @@ class Recovery(msgspec.Struct, frozen=True):
         if after.overdue_at is None or now < after.overdue_at:
             return after, then
         if after.late is None:
-            late, questions = Survey.of(after.awaited)
+            late, questions = Survey.begin(after.awaited)
             return replace(after, late=late, overdue_at=now + 1.0), (*then, *questions)
         # Ranks at it are not lost: a large heap takes time to collect.
         busy = after.late.missing or any(where.frames for where in after.late.answers.values())

@@ -167,7 +167,6 @@ class NodeCode:
     # --- from the runtime --------------------------------------------------------------------------
 
     def have(self, manifest: CodeManifest) -> None:
-        """Make a tree, or answer which files are lacking."""
         tree = manifest.tree
         self._shared.discard(tree)
         self._errors.pop(tree, None)
@@ -267,7 +266,7 @@ class NodeCode:
         else:
             self._waiting.setdefault(tree, []).append(act)
 
-    def here(self, code: CodeTree, group: str) -> CodeTree:
+    def point_view(self, code: CodeTree, group: str) -> CodeTree:
         """Point the group's view to a job's modules; return where they are. Raises `OSError`."""
         if code.tree in self._errors:
             raise self._errors[code.tree]
@@ -295,7 +294,6 @@ class NodeCode:
     # --- files and trees ---------------------------------------------------------------------------
 
     def _is_there(self, manifest: CodeManifest, file: CodeFile) -> bool:
-        """Whether a file is the same at the notebook's own path."""
         with contextlib.suppress(OSError):
             return self._prints.of(_at(manifest.roots, file)).digest == file.digest
         return False
@@ -304,7 +302,6 @@ class NodeCode:
         return self._files / digest.hex()
 
     def _keep(self, digest: bytes, content: bytes) -> None:
-        """Write a file atomically."""
         self._files.mkdir(parents=True, exist_ok=True)
         new = self._files / ".new"
         new.write_bytes(content)

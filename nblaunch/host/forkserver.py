@@ -158,7 +158,6 @@ class Server:
         return parent_read, parent_write
 
     def sweep(self) -> None:
-        """Kill what ranks that are gone have left running."""
         with self._lock:
             self._answers(keeper.SWEEP)
 
@@ -182,13 +181,13 @@ class Server:
     def at_end(self, command: Sequence[str]) -> Callable[[], None]:
         """Have the keeper run a command at its end; return a function that revokes this.
 
-        It may begin with variables: see `keeper.parted`. Commands must be distinct. If the keeper is killed,
-        the kernel kills this process, too: then a shell runs the command once the pipe from here is closed.
+        It may begin with variables: see `keeper.split_command`. Commands must be distinct. If the keeper is
+        killed, the kernel kills this process, too: a shell then runs the command once the pipe is closed.
         """
         rest = json.dumps(list(command)).encode()
         with self._lock:
             self._order(keeper.AT_END, rest)
-        variables, words = keeper.parted(command)
+        variables, words = keeper.split_command(command)
         shell = subprocess.Popen(  # noqa: S603 - the engine's own command
             ["/bin/sh", "-c", 'read -r _ || exec "$0" "$@"', *words],
             env={**os.environ, **variables},
@@ -208,7 +207,6 @@ class Server:
         return forget
 
     def detach(self) -> None:
-        """Have the keeper outlive the kernel."""
         with self._lock:
             self._order(keeper.DETACH)
 

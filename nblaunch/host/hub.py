@@ -167,8 +167,6 @@ class Hub:
         self.call(lambda: self._members.__setitem__(member.group, member))
 
     def remove(self, member: Member) -> None:
-        """Stop routing messages of this group, and forget its ranks."""
-
         def forget() -> None:
             self._members.pop(member.group, None)
             prefix = f"{member.group}/".encode()

@@ -8,8 +8,7 @@ and exits with the program's status, once the keeper and all that it kept are go
 the keeper ends the rest. So a node imports torch once.
 
 What goes over the link: a `ProgramOrder` with the command's standard output and error, `READY` from the
-program, `HEEDED` from the command, which now heeds signals; then the number of each signal in a byte, and in
-the end the exit status.
+program; then the number of each signal in a byte, and in the end the exit status.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _PLACES = (PLACE, "SLURM_NODEID")
 
 LIVE = "nblaunch.host.node_main:live"
 """The entry point of the node program, by name: the command does not import it."""
-READY, HEEDED = b"\xff", b"\0"
+READY = b"\xff"
 CUT_OFF = 4
 """The exit status of a node whose connection has ended."""
 NOTICES = {signal.SIGTERM: 30.0, signal.SIGUSR1: 120.0}
@@ -160,7 +159,6 @@ def _refuse_foreign(options: LaunchOptions, own: Container[Option]) -> None:
 
 
 def _check(endpoint: str, options: LaunchOptions) -> None:
-    """Raise `OptionError` for options that are wrong on any machine."""
     if endpoint:
         _refuse_foreign(options, _OF_A_PLACED_NODE)
         host, _, port = endpoint.rpartition(":")
@@ -197,7 +195,6 @@ def _own_environment() -> dict[str, str | None]:
 
 
 def _run(order: ProgramOrder, handled: set[signal.Signals]) -> int:
-    """Have the node program forked, and return its exit status once nothing of it is left."""
     with starting():
         ours, theirs = socket.socketpair()
     with ours:
@@ -209,9 +206,7 @@ def _run(order: ProgramOrder, handled: set[signal.Signals]) -> int:
             # Until the program is ready, signals end this process, as they would have ended the program.
             status = _next(ours)
             if status == READY:
-                with _passing(handled, ours):
-                    with contextlib.suppress(BrokenPipeError):
-                        ours.send(HEEDED)
+                with _passing_signals(handled, ours):
                     status = _next(ours)
                     _await_end(boot.keeper)
             else:
@@ -235,7 +230,7 @@ def _next(link: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def _passing(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None]:
+def _passing_signals(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None]:
     """Pass signals on to the node program instead of dying of them."""
 
     def handle(number: int, _: object) -> None:

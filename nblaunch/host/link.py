@@ -97,7 +97,7 @@ def encrypted(socket: zmq.Socket[bytes], key: bytes, side: str, silence: float =
     return theirs
 
 
-def admitting(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadAuthenticator:
+def admit_peers(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadAuthenticator:
     """Start the thread that admits only peers with this public key to the servers of a context."""
     # pyzmq would log each connection.
     silent = logging.Logger("nblaunch.listener", logging.CRITICAL + 1)  # noqa: LOG001 - nobody configures it
@@ -148,7 +148,7 @@ class Listener:
         self._hub, self._receive, self._lost = hub, receive, lost
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._authenticator = admitting(self._context, encrypted(self._socket, key, "notebook", silence))
+        self._authenticator = admit_peers(self._context, encrypted(self._socket, key, "notebook", silence))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self.address = listen(self._socket, host, ports)
@@ -181,7 +181,6 @@ class Listener:
         self._hub.after_turn.append(self._probe)
 
     def send(self, node: bytes, message: wire.ToNode, data: memoryview | None = None) -> bool:
-        """Send to a node; return whether it is connected."""
         frames: list[bytes | memoryview] = [node, wire.encode(message), *([] if data is None else [data])]
         try:
             # Copied: without a copy pyzmq would start a thread, which lives as long as the notebook.
@@ -208,7 +207,6 @@ class Listener:
         self._refused.add(node)
 
     def close(self) -> None:
-        """Close the sockets; ZMQ sends queued messages."""
         for socket in (self._socket, self._events):
             self._hub.watch(socket, None)
         self._hub.after_turn.remove(self._probe)
@@ -329,7 +327,6 @@ class IncomingTransfer:
     """Reassembles the payloads of one sender."""
 
     def __init__(self, directory: Path) -> None:
-        """Payloads that do not fit into memory are written to `directory`."""
         self._directory = directory
         self._incoming: dict[int, shared_memory.Incoming] = {}
         self._errors: dict[int, Exception] = {}
@@ -463,7 +460,7 @@ class DataSocket:
     def _listen(self, host: str, ports: range) -> None:
         socket = self._socket = self._context.socket(zmq.ROUTER)
         theirs = encrypted(socket, self._key, "receiver", LONGEST_SILENCE_SECONDS)
-        self._authenticator = admitting(self._context, theirs)
+        self._authenticator = admit_peers(self._context, theirs)
         self.address = listen(socket, host, ports)
         self._hub.call(lambda: self._hub.watch(socket, lambda: self._receive_all(socket)))
 
@@ -493,7 +490,6 @@ class DataSocket:
                 child.cancel(key)
 
     def close(self) -> None:
-        """Close the sockets; unsent pieces are lost."""
         for child in list(self._children.values()):
             self._part_from(child)
         if self._socket is not None:
@@ -608,7 +604,6 @@ class _Child:
         self.socket.connect(address)
 
     def begin(self, key: tuple[str, int], total: int) -> None:
-        """Expect acknowledgements of a payload."""
         self.under_way[key] = (total - 1) // PIECE_BYTES * PIECE_BYTES
 
     def pump(self) -> bool:

@@ -37,7 +37,6 @@ class LogFile:
     decoder: codecs.IncrementalDecoder | None = None
 
     def size(self) -> int:
-        """Return how much there is; 0 if the file was gone before it was opened."""
         with contextlib.suppress(OSError):
             return os.stat(self.path if self.file is None else self.file.fileno()).st_size
         return 0
@@ -55,7 +54,6 @@ class LogFile:
                 yield data
 
     def read(self, end: int) -> Iterator[str]:
-        """Yield the same as text."""
         for data in self.unread(end):
             self.decoder = self.decoder or codecs.getincrementaldecoder("utf-8")("replace")
             yield self.decoder.decode(data)
@@ -79,7 +77,6 @@ class LogFile:
         self.freed = end
 
     def close(self) -> None:
-        """Close the file, which may be read again."""
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -97,8 +94,7 @@ class LogTail:
         self._rank, self._bounded, self._brief = rank, bounded, brief
         self._files = {Stream.STDOUT: LogFile(stdout), Stream.STDERR: LogFile(stderr)}
 
-    def of(self, rank: int) -> LogTail:
-        """Return this tail, which from now on is that of another rank."""
+    def renumbered(self, rank: int) -> LogTail:
         self._rank = rank
         return self
 
@@ -113,7 +109,6 @@ class LogTail:
 
     @property
     def idle(self) -> bool:
-        """Whether the last `poll` read all text that was there."""
         return all(file.position >= file.seen for file in self._files.values())
 
     @property

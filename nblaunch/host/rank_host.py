@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from nblaunch.host.agent import AgentThread
 from nblaunch.host.local_host import LocalHost
 from nblaunch.host.process_stacks import ExitReasons, stacks_of_silent
-from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.host.settings import AgentSettings, AttemptEvents, Worker
 from nblaunch.host.usage import SeenGpus, alive, measuring, own_memory
 from nblaunch.host.wire import AdoptRanks
 from nblaunch.protocol import messages
@@ -96,14 +96,8 @@ class GroupHost:
         """End: the last rank is gone."""
 
 
-class HostEvents(Protocol):
+class HostEvents(AttemptEvents, Protocol):
     """The owner of a host; called on the hub's thread, but for `recorded` and `agent_ended`."""
-
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Handle the start of an attempt: its first rank may connect before its last one is forked."""
-
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Handle the end of forking: all processes are there."""
 
     def receive(self, message: messages.FromRank, data: bytes) -> None:
         """Handle a rank's message, and the bytes that hold it."""
@@ -114,9 +108,6 @@ class HostEvents(Protocol):
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Handle the exit of those of these ranks that were still at work."""
 
-    def membership_changing(self) -> None:
-        """Handle a membership change: all ranks are about to be restarted."""
-
     def measured(self, usages: Mapping[int, messages.Usage]) -> None:
         """Handle a measurement of ranks."""
 
@@ -125,12 +116,6 @@ class HostEvents(Protocol):
 
     def lost(self, error: Exception) -> None:
         """Handle the end of the hub: no message of a rank arrives any more."""
-
-    def recorded(self, event: Event) -> None:
-        """Handle an event of torchelastic; called on any of the agent's threads."""
-
-    def agent_ended(self, error: BaseException | None) -> None:
-        """Handle the agent's end; `error` is set if it failed. Called on its thread."""
 
 
 class RankHost(AgentThread, GroupHost):
@@ -232,7 +217,7 @@ class RankHost(AgentThread, GroupHost):
         if wanted:
             alone, prepared = self._settings.options.virtual_local_rank, self._prepared
             seen = None if prepared is None else SeenGpus.by(prepared, alone=alone)
-            self._measuring.enter_context(measuring(self._state, self._report, wanted=True, seen=seen))
+            self._measuring.enter_context(measuring(self._state, self._report, seen))
 
     @property
     def _titles(self) -> dict[str, str]:
@@ -266,7 +251,6 @@ class RankHost(AgentThread, GroupHost):
     # --- attempts, on the hub's thread -------------------------------------------------------------
 
     def begin(self, number: int) -> None:
-        """Take messages of this attempt from now on, and drop those of the one before."""
         self.attempt = number
         self._clear()
         # On this thread: orders for the new attempt must not be dropped with the old ones.

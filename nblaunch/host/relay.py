@@ -89,7 +89,6 @@ class NodeRelay:
             raise
 
     def _clear(self) -> None:
-        """Have the state of an attempt whose processes are to come."""
         self._started = False
         self._early: list[tuple[messages.FromRank, bytes]] = []
         """Messages of ranks before the notebook knows their processes."""
@@ -225,7 +224,6 @@ class NodeRelay:
             self._go_on(rank)
 
     def _deliver(self, rank: int, message: messages.ToRank) -> None:
-        """Send a message to a rank, as a rank of this machine gets it."""
         match message:
             case messages.Prepare():
                 message = self._prepare(message)
@@ -252,7 +250,7 @@ class NodeRelay:
             self._incoming.drop(before)
             self._claimed.pop(before.path, None)
         if dispatch.code is not None:
-            dispatch = msgspec.structs.replace(dispatch, code=self._code.here(dispatch.code, self.name))
+            dispatch = msgspec.structs.replace(dispatch, code=self._code.point_view(dispatch.code, self.name))
         if ticket.inline is not None:
             return dispatch
         if ticket.path not in self._claimed:
@@ -368,7 +366,6 @@ class NodeRelay:
         self._clear()
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
-        """Report the processes, and then the messages that have arrived from them meanwhile."""
         records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
         self._send(wire.Workers(group=self.name, attempt=number, workers=records))
         self._logs = {
@@ -384,7 +381,6 @@ class NodeRelay:
             self._pass_on(message, data)
 
     def rank_gone(self, exited: messages.Exited) -> None:
-        """Report the exit, after all that the rank has printed."""
         self._send_logs(exited.rank)
         self._send(wire.Gone(group=self.name, attempt=self._host.attempt, exited=exited))
         self._has_saved(exited.rank)
@@ -427,7 +423,6 @@ class NodeRelay:
 
 
 def _waits_for(held: deque[messages.ToRank], ticket: messages.Payload) -> bool:
-    """Whether the first of these messages is a job with this payload."""
     first = held[0] if held else None
     return isinstance(first, messages.Dispatch) and first.payload == ticket
 
@@ -441,7 +436,6 @@ def send_to_notebook(
 
 
 def orders_of(socket: zmq.Socket[bytes]) -> Iterator[tuple[wire.ToNode, memoryview]]:
-    """Yield the messages of the notebook, each with its bytes."""
     while socket.poll(0):
         frames = socket.recv_multipart(copy=False)
         yield (

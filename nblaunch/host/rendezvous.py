@@ -201,9 +201,8 @@ def refuse_taken(rdzv: RendezvousConfig) -> None:
         raise OptionError(msg, kind=FailureKind.PORT) from error
 
 
-def network_variables(rdzv: RendezvousConfig, environ: Container[str]) -> dict[str, str]:
+def network_variables(address: str, environ: Container[str]) -> dict[str, str]:
     """Return what keeps gloo and NCCL on the network of the nodes; a variable in `environ` is the user's."""
-    address = rdzv.local_addr
     if address.startswith(_LOOPBACK_NETWORK) or address == "::1":
         return {}
     interfaces = psutil.net_if_addrs().items()
@@ -213,7 +212,6 @@ def network_variables(rdzv: RendezvousConfig, environ: Container[str]) -> dict[s
 
 
 def _own_address(host: str, port: int) -> str:
-    """Return the address from which this machine reaches `host`."""
     try:
         family, *_, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -396,7 +394,6 @@ def read_listener(rdzv: RendezvousConfig, run_id: str, stopped: threading.Event)
 
 
 def _listener_key(run_id: str) -> str:
-    """Return under which name the store has the address of the notebook's listener."""
     return f"nblaunch/{run_id}/gate"
 
 
@@ -493,7 +490,6 @@ def _parameters(rdzv: RendezvousConfig, name: str, conf: dict[str, str]) -> Rend
 
 @contextlib.contextmanager
 def _etcd_errors(rdzv: RendezvousConfig) -> Iterator[None]:
-    """Turn errors of the etcd client into `LaunchError`."""
     import etcd
 
     try:

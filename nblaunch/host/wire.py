@@ -377,7 +377,6 @@ def decode_from_node(data: bytes) -> FromNode:
 
 
 def decode_to_node(data: bytes) -> ToNode:
-    """Return the message in `data`; raise `ProtocolError` if there is none."""
     return _decoded(_to_node, data, "the notebook")
 
 

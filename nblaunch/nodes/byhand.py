@@ -72,7 +72,6 @@ class JoinEngine(Engine):
 
     @staticmethod
     def at_end(request: NodeRequest) -> tuple[str, ...]:
-        """Return the command that removes the key."""
         return ("rm", "-rf", "--", os.fspath(_directory(request)))
 
     @staticmethod

@@ -535,7 +535,7 @@ class NodeFleet:
         hosts = () if here else self.engine_status.hosts
         # The engine's name for the host: two nodes of one machine have the same name of their own.
         called = hosts[arriving.place] if 0 <= arriving.place < len(hosts) else arriving.name
-        node = FleetNode(self._named(called), identity, place, here, arriving)
+        node = FleetNode(self._unique_name(called), identity, place, here, arriving)
         self._names.add(node.name)
         self._nodes[identity] = node
         self._empty.clear()
@@ -566,8 +566,8 @@ class NodeFleet:
         if has in self._fitting:
             return ""
         inventories = {node.name: node.arriving.inventory for node in self._nodes.values()}
-        everybody = {**inventories, self._named(name): arriving.inventory}
-        found = compare(_here(), everybody, self.conf.options.backend)
+        everybody = {**inventories, self._unique_name(name): arriving.inventory}
+        found = compare(_own_inventory(), everybody, self.conf.options.backend)
         if not found.refused:
             self._fitting.add(has)
             self._warn(each for each in found.warned if each not in self._warned)
@@ -626,7 +626,7 @@ class NodeFleet:
                 group.add(node)
         self._check_reach()  # more nodes may have come meanwhile
 
-    def _named(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         """Return a name that is valid in a path and that no other node has had."""
         plain = re.sub(r"[^\w.-]", "_", name) or "node"
         found, number = plain, 1
@@ -675,7 +675,7 @@ class NodeFleet:
         self._notify(f"{why}; {nodes} awaited for {self.conf.join_timeout:g} s (--rdzv-conf join_timeout)")
 
 
-def _here() -> wire.Inventory:
+def _own_inventory() -> wire.Inventory:
     """Return what nodes must share with this machine, which may have no rank."""
     return wire.Inventory(
         python=platform.python_version(),
@@ -724,6 +724,10 @@ class NodeGroup(GroupHost):
     def log_directory(self) -> Path:
         """Where this machine keeps the logs of the present attempt."""
         return self.own.log_directory
+
+    def stop(self) -> None:
+        # As this machine's own host: ranks that only lost their peers would seem to have failed.
+        self._fleet.hub.run(lambda: self._send_all(wire.EndGroup(group=self.name)), 0)
 
     # --- orders, on the hub's thread --------------------------------------------------------------
 
@@ -898,12 +902,12 @@ class NodeGroup(GroupHost):
                 member.incoming.receive(message, data)
             case wire.OthersStopped():
                 self.events.ranks_stopped(member.ranks)
-            case wire.NodeEnded(error=error):
-                self._node_ended(node, error)
+            case wire.NodeEnded():
+                self._node_ended(node, message)
             case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
                 self.events.stacks_read({rank: text})
             case _ if isinstance(message, wire.OfAttempt) and message.attempt == self.events.attempt:
-                self.of_attempt(member, message, data)
+                self.take_attempt_message(member, message, data)
             case _:
                 pass  # the attempt has been abandoned
 
@@ -911,14 +915,15 @@ class NodeGroup(GroupHost):
         """Show a text with the next result."""
         self.events.feed(messages.Noticed(text=text))
 
-    def _node_ended(self, node: FleetNode, error: str) -> None:
+    def _node_ended(self, node: FleetNode, ended: wire.NodeEnded) -> None:
+        error = ended.error
         member = self._members.get(node.name)
         if error and member is not None and not member.ranks:
             # No rank is lost with it, of which the loss would tell.
             self.note(f"node {node.name} cannot take part: {error}")
         self._fleet.forget(node.identity, f"ended: {error}" if error else "has ended")
 
-    def of_attempt(
+    def take_attempt_message(
         self,
         member: NodeMember,
         message: wire.OfAttempt,
@@ -1216,9 +1221,10 @@ class FleetGroup(NodeGroup):
 
     def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
         match message:
-            case wire.AwaitingRendezvous(after=after, error=error) if node.name in self._members:
-                after = self.events.attempt if after in self._renumbered else after
-                self.feed(director.NodeAwaitsRendezvous(node.name, after, error))
+            case wire.AwaitingRendezvous(after=after) if node.name in self._members:
+                if after in self._renumbered:
+                    message = msgspec.structs.replace(message, after=self.events.attempt)
+                self.feed(director.NodeReported(node.name, message))
             case wire.PieceLost():
                 self.payload_lost(node.name)
             case wire.Wrote(attempt=attempt, rank=rank) if rank in self._renumbered.get(attempt, ()):
@@ -1233,22 +1239,23 @@ class FleetGroup(NodeGroup):
             case _:
                 super().receive(node, message, data)
 
-    def _node_ended(self, node: FleetNode, error: str) -> None:
-        self.feed(director.NodeHasEnded(node.name, error))
+    def _node_ended(self, node: FleetNode, ended: wire.NodeEnded) -> None:
+        self.feed(director.NodeReported(node.name, ended))
 
-    def of_attempt(
+    def take_attempt_message(
         self,
         member: NodeMember,
         message: wire.OfAttempt,
         data: memoryview,
     ) -> None:
-        super().of_attempt(member, message, data)
+        super().take_attempt_message(member, message, data)
         match message:
-            case wire.Workers(attempt=attempt):
-                self.feed(director.WorkersStarted(member.name, attempt))
-            case wire.Gone(exited=exited):
+            case wire.Gone(exited=exited) if self._fleet.signalled:
                 # The engine may end the node's ranks with it: do not start new ones there.
-                expected = exited.expected or bool(self._fleet.signalled)
-                self.feed(director.RankGone(member.name, exited.rank, expected))
+                exited = msgspec.structs.replace(exited, expected=True)
+                message = msgspec.structs.replace(message, exited=exited)
+                self.feed(director.NodeReported(member.name, message))
+            case wire.Workers() | wire.Gone():
+                self.feed(director.NodeReported(member.name, message))
             case _:
                 pass

@@ -58,13 +58,13 @@ class _LogFiles:
         self._directories[rank] = str(directory)
         if len(self._directories) <= _MADE_AT_ONCE:
             for stream in messages.Stream:
-                self.of(rank, stream)
+                self.opened(rank, stream)
         return tuple(self._path(rank, stream) for stream in messages.Stream)
 
     def _path(self, rank: int, stream: messages.Stream) -> str:
         return f"{self._directories[rank]}/{stream}.log"
 
-    def of(self, rank: int, stream: messages.Stream) -> BinaryIO:
+    def opened(self, rank: int, stream: messages.Stream) -> BinaryIO:
         """Return a file to which bytes are appended."""
         path = self._path(rank, stream)
         file = self._open.pop(path, None)
@@ -145,7 +145,7 @@ class RemoteRanks:
             return
         self._events.logs.wrote(rank)
         try:
-            file = self._files.of(rank, message.stream)
+            file = self._files.opened(rank, message.stream)
             while data:
                 data = data[file.write(data) :]
         except OSError as error:

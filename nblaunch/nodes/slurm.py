@@ -188,10 +188,10 @@ class SlurmAllocation:
         if self._cancelled:
             self._status = replace(self._status, state=EngineState.ENDED, words="given back", reason="")
         elif self._id and self._status.state is not EngineState.ENDED:
-            self._status = self._asked()
+            self._status = self._job_status()
         return self._status
 
-    def _asked(self) -> EngineStatus:
+    def _job_status(self) -> EngineStatus:
         """Ask squeue. Slurm forgets ended jobs after a while."""
         gone = replace(self._status, state=EngineState.ENDED, words="it is gone", reason="")
         try:
@@ -200,17 +200,17 @@ class SlurmAllocation:
             # Asked about a task of an array, it may answer about all of them.
             job = next((job for job in jobs if job.id == self._id), None)
             if job is not None and job.engine_state is EngineState.GRANTED and not self._hosts:
-                there = _expanded(self._request, job.nodes)
+                there = _host_names(self._request, job.nodes)
                 self._hosts = tuple(each for each in there if each != self._request.spared)[
                     : self._request.most
                 ]
         except (OSError, subprocess.SubprocessError, LaunchError) as error:
-            return _silent(self._status, str(error))
+            return _without_answer(self._status, str(error))
         if job is None:
             unlisted = code == 0 and (bool(jobs) or not answer.strip())
             if "Invalid job id" in answer or self._is_missing(unlisted=unlisted):
                 return gone
-            return _silent(self._status, answer.strip() or "squeue does not list it")
+            return _without_answer(self._status, answer.strip() or "squeue does not list it")
         self._missing = None
         state, words = job.engine_state, job.state
         if state is EngineState.ENDING:
@@ -458,7 +458,7 @@ def _for_answers(request: NodeRequest) -> dict[str, str]:
     return {**_environ(request), "SLURM_TIME_FORMAT": "%s"}
 
 
-def _expanded(request: NodeRequest, nodes: str) -> tuple[str, ...]:
+def _host_names(request: NodeRequest, nodes: str) -> tuple[str, ...]:
     """Return the names of hosts that Slurm has in short: h[1-3]."""
     if not re.search(r"[\[,]", nodes):
         return (nodes,)
@@ -482,5 +482,5 @@ def _run(request: NodeRequest, *command: str, seconds: float) -> str:
     ).stdout
 
 
-def _silent(status: EngineStatus, why: str) -> EngineStatus:
+def _without_answer(status: EngineStatus, why: str) -> EngineStatus:
     return replace(status, reason=f"Slurm does not answer: {last_lines(why).partition(chr(10))[0]}")

@@ -119,7 +119,7 @@ class Link:
         self._poller.register(self._socket, zmq.POLLIN)
         self._socket.send(wire.encode(hello))
 
-    def _go_on_as(self, other: wire.Adopt) -> None:
+    def _adopt(self, other: wire.Adopt) -> None:
         """Go on as another rank: send the rest as the present one, and send `Hello` again."""
         with self._lock:
             self._collect_switches()
@@ -351,7 +351,7 @@ class Link:
                 with self._lock:
                     self._interrupted, self._checks_soon = False, True
             case wire.Adopt():
-                self._go_on_as(message)
+                self._adopt(message)
             case wire.Preempt(seconds=seconds):
                 preempt.ordered()
                 with self._lock:

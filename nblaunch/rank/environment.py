@@ -57,10 +57,7 @@ _SESSION_DEFAULTS = {
 
 
 def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
-    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here.
-
-    `keep` is true for a session's rank.
-    """
+    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here."""
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
     sent = (os.fsdecode(entry).partition("=") for entry in entries)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
@@ -144,7 +141,10 @@ def _read_again() -> None:
 def _set_threads(value: str | None) -> None:
     """Follow OMP_NUM_THREADS, although torch has read it already, when the fork server imported it."""
     with contextlib.suppress(ValueError):
-        threads = int(value.partition(",")[0]) if value is not None else _cores()
+        # torch's own default: one for each core that this process may use.
+        logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = min(logical, psutil.cpu_count(logical=False) or logical)
+        threads = int(value.partition(",")[0]) if value is not None else cores
         if threads > 0 and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
             _set_openblas_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", threads)))
@@ -162,12 +162,6 @@ def _set_openblas_threads(threads: int) -> None:
             for name in _OPENBLAS_FUNCTIONS:
                 if hasattr(library, name):
                     getattr(library, name)(threads)
-
-
-def _cores() -> int:
-    """Return how many threads torch takes by default: one for each core that this process may use."""
-    logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(logical, psutil.cpu_count(logical=False) or logical)
 
 
 def choose_device(prepare: Prepare) -> torch.device:

@@ -50,10 +50,7 @@ _short_repr.maxother = _short_repr.maxstring = 200
 def record(
     error: BaseException, titles: Mapping[str, str], *, phase: Phase = Phase.JOB, exitcode: int = 1
 ) -> FailureRecord:
-    """Return the record of `error`.
-
-    `titles` maps the file names of notebook cells to what the reader calls them: `Cell In[3]`.
-    """
+    """Return the record of `error`; `titles` has the names of cells' files for the reader: `Cell In[3]`."""
     # First of all: the clock decides who failed first, and a large exception takes time to pickle and print.
     now = time.time()
     _end_in_users_code(error)

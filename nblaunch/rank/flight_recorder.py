@@ -215,10 +215,7 @@ def _dump(backend: str, **options: Any) -> dict[str, Any]:
 
 
 def _statuses(backend: str) -> dict[int, tuple[int, int]] | None:
-    """Return (last enqueued, last completed) for the number of each living group that has had a collective.
-
-    None where there is no such recorder.
-    """
+    """Return (last enqueued, last completed) by the number of each living, used group; None if unknown."""
     found, begun = _all_statuses(backend), _begun.get(backend, {})
     return found and {number: each for number, each in found.items() if begun.get(number) != each[0]}
 

@@ -238,10 +238,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def revoke() -> bool:
-    """Have NCCL end what is under way in all groups, which stay; return whether all can be formed again.
-
-    Otherwise nothing is done.
-    """
+    """Have NCCL end what is under way in all groups, which stay; where these cannot, only return False."""
     groups = list(distributed_c10d._world.pg_names)  # noqa: SLF001 - as below
     if not groups or not _are_ours(groups):
         return False

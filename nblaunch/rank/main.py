@@ -189,7 +189,7 @@ class Rank:
                         case wire.Recover() as order:
                             self._recover(order)
                         case wire.Adopt() as other:
-                            self._go_on_as(other)
+                            self._adopt(other)
                         case wire.Preempt():
                             self._save(in_job=False)
                         case wire.Leave(exitcode=exitcode, abort=abort):
@@ -275,7 +275,7 @@ class Rank:
         if not prepare.joins:
             self._enter(wire.Phase.READY)
 
-    def _go_on_as(self, other: wire.Adopt) -> None:
+    def _adopt(self, other: wire.Adopt) -> None:
         """Be another rank, with all variables; the next `Recover` forms the process group."""
         self.rank = shell.publisher.rank = self.questions.rank = other.rank
         os.environ.update(
@@ -315,7 +315,7 @@ class Rank:
             loaded = self._arrived(parts, dispatch.objects, job)
         del parts
         pickling.remember_received_classes()
-        with self._seen_inside(dispatch):
+        with self._probed(dispatch):
             value = self._do(job, loaded) if self.orders.keep else self._do_to_the_end(job, loaded)
         # While an interrupt still ends the wait for a GPU.
         self.link.metrics.settle()
@@ -397,7 +397,7 @@ class Rank:
                 self.variables.push(loaded.value)
 
     @contextlib.contextmanager
-    def _seen_inside(self, dispatch: wire.Dispatch) -> Iterator[None]:
+    def _probed(self, dispatch: wire.Dispatch) -> Iterator[None]:
         with contextlib.ExitStack() as probes:
             if not dispatch.internal:
                 recorder = self.link.metrics
@@ -459,13 +459,13 @@ class Rank:
     def _wait_for_threads(self) -> None:
         self._waited = True
         try:
-            script.wait_for_threads(self._telling)
+            script.wait_for_threads(self._reporting)
         except BaseException:
             # An interrupt. Its outcome ends the process.
-            script.call_exit_functions(self._telling)
+            script.call_exit_functions(self._reporting)
             raise
 
-    def _telling(self, what: Callable[[], str]) -> AbstractContextManager[None]:
+    def _reporting(self, what: Callable[[], str]) -> AbstractContextManager[None]:
         """Return what says, after a moment, what the rank finishes until the block ends."""
         return self.link.sending_later(
             _MOMENT_SECONDS, lambda: wire.Finishing(rank=self.rank, what=failure.encodable(what()))
@@ -512,7 +512,7 @@ class Rank:
         if not self.orders.keep:
             # Once the value is packed: they close what it may be made of.
             self.link.resume_job()
-            script.call_exit_functions(self._telling)
+            script.call_exit_functions(self._reporting)
         self.link.send(
             wire.Returned(
                 rank=self.rank,
@@ -608,7 +608,7 @@ class Rank:
             # A fork ends by os._exit; programs expect this all the same.
             if not self._waited:
                 self._wait_for_threads()
-            script.call_exit_functions(self._telling)
+            script.call_exit_functions(self._reporting)
             if exitcode and not self.orders.keep:
                 self.link.send(
                     wire.Finishing(rank=self.rank, what="", offsets=stdio.output.end_job(keep=False))

@@ -160,10 +160,7 @@ _HOST = re.compile(r"DefaultCPUAllocator|can't allocate memory|Cannot allocate m
 
 
 def held(error: BaseException, titles: Mapping[str, str]) -> tuple[HeldMemory, ...]:
-    """Return what this rank holds of the memory that ran out, the largest first; nothing for other errors.
-
-    `titles` maps the file names of notebook cells to what the reader calls them.
-    """
+    """Return what this rank holds of the memory that ran out, the largest first; nothing for other errors."""
     for each in chain(error):
         device = _short_of(each)
         if device is not None:

@@ -110,7 +110,7 @@ class Variables:
     def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """After a job, return which variables the rank has bound itself, and which objects it has lost."""
         namespace = shell.namespace()
-        bound = self._stores.taken()
+        bound = self._stores.take()
         # No object is kept that came and is no longer there under its name.
         self._came = {
             name: value if namespace[name] is value and name not in bound else _REBOUND

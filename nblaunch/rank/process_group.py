@@ -281,27 +281,27 @@ def check_context(device: torch.device, *, wait: bool = True) -> None:
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return
     # A device-side assertion is known once the CUDA kernel has run, which may take any time.
-    if found := _asked(torch.cuda.synchronize if wait else _query, device, _SYNCHRONIZE_SECONDS):
+    if found := _ask_cuda(torch.cuda.synchronize if wait else _query, device, _SYNCHRONIZE_SECONDS):
         raise UnusableError(found)
 
 
 def gpu_is_done() -> bool:
     """Whether this rank's GPU has ended all work that it was given; waits a moment for that."""
     known = _device.type == "cuda" and torch.cuda.is_initialized()
-    return known and _asked(torch.cuda.synchronize, _device, _MOMENT_SECONDS) == ""
+    return known and _ask_cuda(torch.cuda.synchronize, _device, _MOMENT_SECONDS) == ""
 
 
 def broken() -> str:
     """Return CUDA's error if this rank's context is broken, as far as CUDA says so within a moment."""
     known = _device.type == "cuda" and torch.cuda.is_initialized()
-    return (_asked(_query, _device, _MOMENT_SECONDS) or "") if known else ""
+    return (_ask_cuda(_query, _device, _MOMENT_SECONDS) or "") if known else ""
 
 
 def _query(device: torch.device) -> bool:
     return bool(torch.cuda.current_stream(device).query())
 
 
-def _asked(call: Callable[[torch.device], object], device: torch.device, seconds: float) -> str | None:
+def _ask_cuda(call: Callable[[torch.device], object], device: torch.device, seconds: float) -> str | None:
     """Ask CUDA on a thread; return its error, "" without one, None without an answer within `seconds`."""
     found: list[str] = []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
 import importlib.abc
 import importlib.machinery
 import linecache
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
@@ -147,9 +148,15 @@ _NO_MAGIC = (
 )
 
 
-def _explain(error: UsageError, magic: object, name: str) -> None:
-    if magic is None:
-        raise UsageError(_NO_MAGIC.format(name=name)) from error
+@contextlib.contextmanager
+def _explaining(find: Callable[[str], object], magic: str, sign: str) -> Iterator[None]:
+    """Within the block, explain why one of the notebook's magics is not here."""
+    try:
+        yield
+    except UsageError as error:
+        if find(magic) is None:
+            raise UsageError(_NO_MAGIC.format(name=sign + magic)) from error
+        raise
 
 
 class QuietDisplayHook(DisplayHook):
@@ -211,20 +218,12 @@ class RankShell(InteractiveShell):
         raise SystemExit
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
-        """Run a line magic; explain why one of the notebook's is not here."""
-        try:
+        with _explaining(self.find_line_magic, magic_name, "%"):
             return super().run_line_magic(magic_name, line, _stack_depth + 1)
-        except UsageError as error:
-            _explain(error, self.find_line_magic(magic_name), f"%{magic_name}")
-            raise
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:
-        """Run a cell magic; explain why one of the notebook's is not here."""
-        try:
+        with _explaining(self.find_cell_magic, magic_name, "%%"):
             return super().run_cell_magic(magic_name, line, cell)
-        except UsageError as error:
-            _explain(error, self.find_cell_magic(magic_name), f"%%{magic_name}")
-            raise
 
     def showtraceback(self, *_: object, **__: object) -> None:
         """Print nothing: the failure goes to the notebook."""

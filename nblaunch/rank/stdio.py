@@ -338,10 +338,7 @@ class Questions:
         return self._answers.put
 
     def input(self, prompt: object = "", /) -> str:
-        """Return a line that the user types in the notebook.
-
-        Raises `EOFError` if the notebook cannot ask.
-        """
+        """Return a line that the user types in the notebook. Raises `EOFError` if the notebook cannot ask."""
         return self._ask(str(prompt), password=False)
 
     def getpass(self, prompt: str = "Password: ", stream: object = None, **_: object) -> str:

@@ -28,7 +28,7 @@ class StoreNotes(ast.NodeTransformer):
         self._noted: dict[str, bool] = {}
         setattr(builtins, _NOTES, self._noted)
 
-    def taken(self) -> set[str]:
+    def take(self) -> set[str]:
         noted = set(self._noted)
         self._noted.clear()
         return noted

@@ -64,7 +64,7 @@ class RunningJob(Job):
                 decode_state(order.state),
                 internal=order.internal,
                 # Nobody would see a hang of a job that the user does not see.
-                ending=Ending.of(
+                ending=Ending.begin(
                     options.timeout, None if order.internal else options.hang_after, self._began
                 ),
             ),

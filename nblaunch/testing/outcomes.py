@@ -73,7 +73,9 @@ def conclude(outcome: Outcome, target: Target) -> Conclusion | None:
     drawn.addsection("ranks", f"This is {format_ranks(ranks)} of {outcome.result.world_size}.", "-")
     for other, theirs in alike[1 : 1 + _MOST_OTHERS]:
         its = told_of(other)
-        drawn.addsection(format_ranks(theirs), _text(its.drawn) if its is not None else other.traceback, "-")
+        drawn.addsection(
+            format_ranks(theirs), _drawn_text(its.drawn) if its is not None else other.traceback, "-"
+        )
     return Conclusion(raised, drawn)
 
 
@@ -135,7 +137,7 @@ def _ended_early(causes: Sequence[RankFailure], target: Target) -> Conclusion:
     return Conclusion(pytest.skip.Exception(reason), (*place, f"Skipped: {reason}"))
 
 
-def _text(drawn: Any) -> str:
+def _drawn_text(drawn: Any) -> str:
     file = io.StringIO()
     drawn.toterminal(TerminalWriter(file))
     return file.getvalue().rstrip()

@@ -282,6 +282,7 @@ def test_a_script_that_a_rank_prints_stays_text(front, gate):
     assert front.page.title() not in ("printed", "1")
 
 
+@pytest.mark.once
 def test_the_panel_is_at_home_in_a_dark_theme(front, gate):
     front.theme(DARK)
     front.start(cell(2, f"import sys\nprint('out')\nprint('err', file=sys.stderr)\n{gate.wait()}"))

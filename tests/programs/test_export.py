@@ -689,17 +689,23 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
 }
 
 
+IN_CI = {
+    *(
+        "a collective",
+        "functions and classes of other cells",
+        "arrays and tensors as they are",
+        "IPython's own",
+    ),
+    *("functions that have changed since", "classes that have changed since", "gradients and hooks"),
+    *("names that only running the cell shows", "things without source"),
+}
+"""CI also runs the programs of `tests/ranks/differential` as exported scripts."""
+
 UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models", "gradients and hooks")
 """The others run as scripts of nblaunch: tests/programs/test_torchrun_parity.py compares the two."""
 
 
-@pytest.mark.slow_at("settings and models", "arithmetic")
-@pytest.mark.parametrize(
-    "name",
-    [
-        slow(each) if each == "a training with DDP" else each for each in ROUND_TRIPS
-    ],  # CI has models in another one
-)
+@pytest.mark.parametrize("name", [each if each in IN_CI else slow(each) for each in ROUND_TRIPS])
 def test_a_script_gives_each_rank_the_value_that_the_cell_gave(kernel, there, name):
     notebook, cell = ROUND_TRIPS[name]
     for each in notebook:

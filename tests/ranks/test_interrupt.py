@@ -17,7 +17,7 @@ from lanes import full, sampled, slow
 from sources import INTERRUPTER, said_by
 
 GRACE = 2.0
-CI_TIMES, SLOW_TIMES = 3, 20
+CI_TIMES, SLOW_TIMES = 1, 20
 
 WORK = """
 %%distributed -n 2 --grace 2 --out res
@@ -52,13 +52,7 @@ def usual(kernel):
 # --- at any moment ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        *sampled(range(CI_TIMES), 2),
-        *[pytest.param(number, marks=pytest.mark.slow) for number in range(CI_TIMES, SLOW_TIMES)],
-    ],
-)
+@pytest.mark.parametrize("number", sampled(range(SLOW_TIMES), ci=CI_TIMES))
 def test_an_interrupt_at_a_random_time(kernel, usual, number):
     moment = random.Random(number).uniform(0, usual)
     pending = kernel.submit(WORK)

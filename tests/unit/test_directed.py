@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.host.agent import RankAgent
 from nblaunch.host.directed import DirectedRendezvous
-from nblaunch.host.settings import AgentSettings, RendezvousConfig
+from nblaunch.host.settings import AgentSettings
 from nblaunch.host.wire import CompleteRendezvous
 from nblaunch.options.launch import LaunchOptions
 
@@ -108,7 +108,7 @@ def test_an_agent_numbers_its_ranks_without_asking_the_other_nodes(tmp_path):
         options=LaunchOptions(max_restarts=1, monitor_interval=0.1, grace=1.0, shutdown_timeout=1),
         run_id="group",
         log_dir=tmp_path,
-        rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
+        directed_at="127.0.0.1",
     )
     server = NoServer(RuntimeDirectory(tmp_path))
     agent = RankAgent(settings, lambda _attempt: (), Silent(), server, asked.set)

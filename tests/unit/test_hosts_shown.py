@@ -139,9 +139,9 @@ def test_few_ranks_are_listed_and_not_folded():
 
 def test_8192_ranks_leave_room_in_the_notebook_and_are_drawn_in_a_moment():
     state = ended(on_hosts(8192), failed=(5000,), text="7")
-    began = time.perf_counter()
+    began = time.process_time()
     page, text = render_html(state, HEADER), render_text(state, HEADER)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert len(page) + len(text) < 20_000
     assert ">0-4999,5001-8191<" in page
     assert "1023 hosts x 8 ranks: SUCCEEDED" in page

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.group import lifecycle as life
+from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Stage, Trigger, step
 from nblaunch.group.machine import LocateRanks, Order, RestartAsked, Send
 from nblaunch.group.recovery import REFORMED
@@ -654,6 +655,17 @@ def test_a_node_that_leaves_is_missed_only_if_the_others_are_too_few(enough):
     assert (Order.REJOIN_NODES in actions) is enough is group.state.changing
     group.feed(exited(1, expected=enough), Trigger.DRAINED)
     assert group.states()[1] is (State.STOPPED if enough else State.FAILED)
+
+
+def test_a_node_that_ends_with_a_run_that_has_timed_out_is_not_missed():
+    group = Group()
+    limits = Ending.begin(1.0, None, group.now)
+    group.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2), ending=limits)))
+    group.start(given=False)
+    assert sent(group.after(1.1), wire.ReportWhere) == [0, 1]
+    assert Order.STOP_AGENT in group.feed(where(0), where(1))
+    assert group.feed(life.NodeLeaving("b", asked=False, enough=True, ranks=frozenset({1}))) == []
+    assert (group.stage(), group.notices()) == (Stage.RUNNING, ())
 
 
 # --- kept ranks whose nodes are lost, or come ------------------------------------------------------

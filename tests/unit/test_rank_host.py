@@ -16,7 +16,7 @@ from servers import NoServer
 from nblaunch.host import rank_host
 from nblaunch.host.local_host import LocalHost
 from nblaunch.host.rank_host import RankHost
-from nblaunch.host.settings import AgentSettings, RendezvousConfig, Worker
+from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.client import Event
@@ -70,7 +70,7 @@ class Scene:
             options=LaunchOptions(max_restarts=0, monitor_interval=0.1, grace=1.0, shutdown_timeout=1),
             run_id="group",
             log_dir=directory,
-            rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
+            directed_at="127.0.0.1",
         )
         self.host = RankHost(local, settings, self.owner, directory, keep=keep)
         monkeypatch.setattr(self.hub, "send", lambda _host, rank, message: self.sent.append((rank, message)))
@@ -178,8 +178,8 @@ def test_a_measurement_that_began_before_the_ranks_were_prepared_knows_their_gpu
     seen = []
 
     @contextlib.contextmanager
-    def measuring(*_, **keywords):
-        seen.append(keywords["seen"])
+    def measuring(_state, _report, gpus):
+        seen.append(gpus)
         yield
 
     monkeypatch.setattr(rank_host, "measuring", measuring)

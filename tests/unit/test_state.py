@@ -732,7 +732,7 @@ def test_what_a_full_disk_did_not_take_is_one_warning_that_names_the_ranks():
 @given(HISTORIES, MESSAGES)
 def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
     before = folded(messages)[-1]
-    job = JobState(before, ending=Ending.of(timeout=None, hang_after=1.0, began=0.0))
+    job = JobState(before, ending=Ending.begin(timeout=None, hang_after=1.0, began=0.0))
     machine = _Step(GroupState(persistent=False, members=before, job=job), now=5.0)
     machine.fold_run(message)
     silent = machine.state.job.ending.hang.silent_since == 0.0
