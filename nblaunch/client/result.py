@@ -96,7 +96,7 @@ def _profile(state: RunState, log_dir: Path | None, *, wanted: bool) -> tuple[Pr
             reduced, trace = shared_memory.get(known.profile, private=True)
             ranks[rank] = msgspec.msgpack.decode(reduced, type=RankProfile)
             traces[rank] = TracePart(bytes(trace), ranks[rank].trace_size, ranks[rank].trace_crc)
-    profile = Profile(ranks, traces, set(state.ranks) - set(ranks)).beside(log_dir)
+    profile = Profile(ranks, traces, set(state.ranks) - set(ranks), log_dir)
     drawn = Illustrated(text=profile.headline, html=timeline.render(profile))
     return profile, advance(state, drawn)
 

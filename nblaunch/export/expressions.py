@@ -54,9 +54,9 @@ def evaluates_to(node: ast.expr, value: Any, scope: Mapping[str, Any]) -> bool:
         case ast.Dict(keys=keys, values=parts):
             whole = type(value) is dict and _all_evaluate_to(keys, list(value), scope)
             return whole and _all_evaluate_to(parts, list(value.values()), scope)
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if _look_up(name, scope) in _EMPTY:
-            return type(value) is _look_up(name, scope) and not value
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=parts) if _look_up(name, scope) is dict:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if _resolve(name, scope) in _EMPTY:
+            return type(value) is _resolve(name, scope) and not value
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=parts) if _resolve(name, scope) is dict:
             names = [part.arg for part in parts]
             whole = type(value) is dict and None not in names and names == list(value)
             return whole and _all_evaluate_to([part.value for part in parts], list(value.values()), scope)
@@ -88,7 +88,7 @@ def evaluate(node: ast.expr, scope: Mapping[str, Any]) -> Any:
         case ast.Constant(value=value):
             return value
         case ast.Name(id=name):
-            return _look_up(name, scope)
+            return _resolve(name, scope)
         case ast.Tuple(elts=parts):
             return tuple(evaluate(part, scope) for part in parts)
         case ast.UnaryOp(op=kind, operand=operand):
@@ -99,12 +99,12 @@ def evaluate(node: ast.expr, scope: Mapping[str, Any]) -> Any:
             return _attribute(evaluate(owner, scope), name)
         case ast.Subscript(value=whole, slice=index):
             return _element(evaluate(whole, scope), evaluate(index, scope))
-        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if _look_up(name, scope) in _PURE:
-            return _call(_look_up(name, scope), *(evaluate(part, scope) for part in parts))
+        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if _resolve(name, scope) in _PURE:
+            return _call(_resolve(name, scope), *(evaluate(part, scope) for part in parts))
     raise UnknownError
 
 
-def _look_up(name: str, scope: Mapping[str, Any]) -> Any:
+def _resolve(name: str, scope: Mapping[str, Any]) -> Any:
     value = scope.get(name, vars(builtins).get(name, UNKNOWN))
     if value is UNKNOWN:
         raise UnknownError

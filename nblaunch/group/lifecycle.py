@@ -354,12 +354,12 @@ class Replied(msgspec.Struct, frozen=True):
 
 
 _Observed: TypeAlias = messages.Printed | messages.Measured | messages.EngineStatus | messages.Noticed
-_Reported: TypeAlias = (
+_FromHosts: TypeAlias = (
     AttemptStarting | WorkersForked | messages.Exited | ExitExplained | RanksStopped | StacksRead
 )
-_OfNodes: TypeAlias = NodeLeaving | PrepareChanged | Preemption
+_FromFleet: TypeAlias = NodeLeaving | PrepareChanged | Preemption
 _Requested: TypeAlias = JobSubmitted | Replied | LocateRanks | RestartAsked
-GroupEvent: TypeAlias = messages.FromRank | _Observed | _Reported | _OfNodes | _Requested | Trigger
+GroupEvent: TypeAlias = messages.FromRank | _Observed | _FromHosts | _FromFleet | _Requested | Trigger
 
 
 # --- actions -------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Ask:
     arguments: tuple[Any, ...] = ()
 
 
-Place = tuple[int, tuple[int, ...], int]
+EntryPlace = tuple[int, tuple[int, ...], int]
 """Of an entry: the number of its object, its domain, and its index there."""
 
 
@@ -276,7 +276,7 @@ def ranges_that_differ(answers: Mapping[int, Sequence[bytes]]) -> list[int]:
 # --- within a tensor -----------------------------------------------------------------------------------
 
 
-def _compare_elements(name: str, asked: Place, entry: EntryShown, classes: Classes) -> Rounds:
+def _compare_elements(name: str, asked: EntryPlace, entry: EntryShown, classes: Classes) -> Rounds:
     """Find the elements of a tensor that differ, as many as may be moved."""
     ranks = tuple(classes)
     step = max(1, -(-entry.blocks // max(FAN_OUT, _BLOCK_DIGESTS // len(ranks))))

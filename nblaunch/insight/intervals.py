@@ -66,25 +66,3 @@ def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]
         else:
             second += 1
     return found
-
-
-def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return what lies in the first union alone.
-
-    >>> without([(0, 9)], [(3, 4), (8, 12)])
-    [(0, 3), (4, 8)]
-    """
-    found: list[Interval] = []
-    number = 0
-    for begin, end in one:
-        while number < len(other) and other[number][1] <= begin:
-            number += 1
-        at, each = begin, number
-        while each < len(other) and other[each][0] < end:
-            if at < other[each][0]:
-                found.append((at, other[each][0]))
-            at = max(at, other[each][1])
-            each += 1
-        if at < end:
-            found.append((at, end))
-    return found

@@ -116,17 +116,16 @@ class Redactor:
                 return self.text(value)
             case Mapping():
                 return {
-                    self._key(key): each if key in _KEPT_WORDS else self.all(each)
+                    # The document's own keys are words of this module.
+                    key if key in _OWN_KEYS else self.text(key): each
+                    if key in _KEPT_WORDS
+                    else self.all(each)
                     for key, each in value.items()
                 }
             case list() | tuple():
                 return [self.all(each) for each in value]
             case _:
                 return value
-
-    def _key(self, key: str) -> str:
-        # The document's own keys are words of this module.
-        return key if key in _OWN_KEYS else self.text(key)
 
 
 _OWN_KEYS = frozenset(
@@ -381,20 +380,7 @@ def _dumped(value: Any) -> str:
 
 
 def as_json(document: Mapping[str, Any]) -> str:
-    parts = []
-    for key, value in document.items():
-        parts.append(f"{_dumped(key)}: {_dumped(value)}")
-    return "{" + ",\n ".join(parts) + "}"
-
-
-_TITLES: tuple[tuple[str, str], ...] = (
-    ("hang", "Where the ranks were"),
-    ("attempts", "Attempts"),
-    ("warnings", "Warnings"),
-    ("memory", "Memory"),
-    ("metrics", "Last metrics"),
-    ("slowest_step", "Slowest step"),
-)
+    return "{" + ",\n ".join(f"{_dumped(key)}: {_dumped(value)}" for key, value in document.items()) + "}"
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
@@ -409,9 +395,9 @@ def as_markdown(document: Mapping[str, Any]) -> str:
             lines += [f"- {each['ranks']}: {code(each['reason'])}" for each in document[key]]
     if document.get("ended_because_of_it"):
         lines += ["", f"Ended because of that: {document['ended_because_of_it']}."]
-    for key, title in _TITLES:
+    for key, (title, drawn) in _SECTIONS.items():
         if document.get(key):
-            lines += ["", f"## {title}", "", *_SECTIONS[key](document[key])]
+            lines += ["", f"## {title}", "", *drawn(document[key])]
     if document.get("output"):
         lines += ["", "## Last output", "", *_output_lines(document["output"])]
     if document.get("left_out"):
@@ -486,10 +472,6 @@ def _attempt_lines(attempts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"- {each['number']}, {each['world_size']} ranks, {code(each['reason'])}{cause}"
 
 
-def _warning_lines(warnings: Sequence[str]) -> Iterator[str]:
-    yield from (f"- {code(each)}" for each in warnings)
-
-
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
     for name, figures in memory.items():
         # Of few ranks the figures of each, of many the ranks with the least and the most.
@@ -505,13 +487,13 @@ def _named_lines(values: Mapping[str, Any] | Sequence[Any]) -> Iterator[str]:
         yield f"- {code(name)}: {code(text)}" if name else f"- {code(text)}"
 
 
-_SECTIONS: Mapping[str, Callable[[Any], Iterable[str]]] = {
-    "hang": _hang_lines,
-    "attempts": _attempt_lines,
-    "warnings": _warning_lines,
-    "memory": _memory_lines,
-    "metrics": _named_lines,
-    "slowest_step": _named_lines,
+_SECTIONS: Mapping[str, tuple[str, Callable[[Any], Iterable[str]]]] = {
+    "hang": ("Where the ranks were", _hang_lines),
+    "attempts": ("Attempts", _attempt_lines),
+    "warnings": ("Warnings", _named_lines),
+    "memory": ("Memory", _memory_lines),
+    "metrics": ("Last metrics", _named_lines),
+    "slowest_step": ("Slowest step", _named_lines),
 }
 
 

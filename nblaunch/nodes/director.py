@@ -224,14 +224,14 @@ class NodeLost(msgspec.Struct, frozen=True):
     asked: bool = False
 
 
-Report: TypeAlias = wire.AwaitingRendezvous | wire.Workers | wire.Gone | wire.NodeEnded
+AboutRanks: TypeAlias = wire.AwaitingRendezvous | wire.Workers | wire.Gone | wire.NodeEnded
 
 
 class NodeReported(msgspec.Struct, frozen=True):
     """A message of a node about its agent and its ranks of this group."""
 
     node: str
-    message: Report
+    message: AboutRanks
 
 
 class Ordered(msgspec.Struct, frozen=True):
@@ -339,7 +339,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
             case NodeReported(name, message):
                 self.reported(name, self.state.nodes[name], message)
 
-    def reported(self, name: str, node: DirectedNode, message: Report) -> None:
+    def reported(self, name: str, node: DirectedNode, message: AboutRanks) -> None:
         match message:
             case wire.AwaitingRendezvous(after=after, error=error):
                 if error:

@@ -134,9 +134,8 @@ class NodeFleet:
         the keeper, and returns a function that revokes it. `key` is the user's, else the fleet makes one.
         """
         self.hub, self.conf, self.directory = hub, conf, directory
-        self.engine_status = messages.EngineStatus(
-            engine=engine.name, state=messages.EngineState.ASKED, wanted=conf.least
-        )
+        asked = messages.EngineState.ASKED
+        self.engine_status = messages.EngineStatus(engine=engine.name, state=asked, wanted=conf.least)
         self.engine, self.request = engine, request
         self._notify, self._at_end = notify, at_end
         self._key = key or secrets.token_hex(32).encode()

@@ -29,7 +29,7 @@ import torch
 from nblaunch._budget import shortened
 from nblaunch.capture.parts import TORCH_CHILDREN, Part, closure_of, named_parts, states_of, type_name
 from nblaunch.insight.comparing import ALL, EntryShown, Outline
-from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, hashed, ranges
+from nblaunch.probes.blocks import CODES, DIGEST, HashedTensor, digest, hashed, ranges
 
 MOST_ENTRIES = 200_000
 _LONG = 64
@@ -138,7 +138,11 @@ class Contents:
             stack.append((path, obj, part.children))
             while stack:
                 inside, parent, children = stack[-1]
-                child = self._next(inside, children)
+                try:
+                    child = next(children, None)
+                except Exception as error:  # noqa: BLE001 - of the user's objects
+                    self._note(inside, error)
+                    child = None
                 if child is not None:
                     path, obj = _joined(inside, child[0]), child[1]
                     break
@@ -149,13 +153,6 @@ class Contents:
                         self._walked[id(parent)] = parent
             if not stack:
                 return
-
-    def _next(self, path: str, children: Iterator[Part]) -> Part | None:
-        try:
-            return next(children, None)
-        except Exception as error:  # noqa: BLE001 - of the user's objects
-            self._note(path, error)
-            return None
 
     def _add(self, path: str, part: TakenApart) -> None:
         texts = (path.encode("utf-8", "replace"), part.head.encode("utf-8", "replace"))
@@ -323,15 +320,14 @@ def _function(obj: types.FunctionType) -> TakenApart:
 def _code_bytes(code: types.CodeType) -> bytes:
     """Return what a function does, without the places of its lines."""
     constants = [
-        _code_bytes(each) if isinstance(each, types.CodeType) else _constant(each) for each in code.co_consts
+        _code_bytes(each)
+        if isinstance(each, types.CodeType)
+        # In any order, from process to process.
+        else repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each).encode()
+        for each in code.co_consts
     ]
     names = "\0".join((*code.co_names, *code.co_varnames)).encode()
     return digest(code.co_code, names, *constants)
-
-
-def _constant(value: Any) -> bytes:
-    # In any order, from process to process.
-    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value).encode()
 
 
 def _reduced(obj: Any) -> TakenApart:
@@ -445,23 +441,6 @@ def _sharded(obj: Any, tensor: Any, head: str) -> TakenApart:
 
 # --- other packages, none of which is imported here -----------------------------------------------------
 
-_ARRAY_CODES = {
-    "float16": "e",
-    "float32": "f",
-    "float64": "d",
-    "complex64": "F",
-    "complex128": "D",
-    "bool": "?",
-    "int8": "b",
-    "int16": "h",
-    "int32": "i",
-    "int64": "q",
-    "uint8": "B",
-    "uint16": "H",
-    "uint32": "I",
-    "uint64": "Q",
-}
-
 
 def _of_other_packages(obj: Any, tensor: Any) -> TakenApart | None:
     """Take an array, a data frame or a series apart; None for anything else."""
@@ -495,7 +474,8 @@ def _array(obj: Any, tensor: Any, numpy: Any) -> TakenApart:
         return TakenApart(head)
     data = numpy.ascontiguousarray(obj)
     data = data if data.flags.writeable else data.copy()  # torch warns of what it must not write to
-    code = _ARRAY_CODES.get(obj.dtype.name, "") if obj.dtype.isnative else ""
+    known = obj.dtype.isnative and obj.dtype.kind in "biufc"
+    code = CODES.get(getattr(torch, obj.dtype.name, obj.dtype), "") if known else ""
     raw = torch.frombuffer(data.reshape(-1).view(numpy.uint8), dtype=torch.uint8)
     return TakenApart(
         head, tensor=tensor(obj, raw, shape=tuple(obj.shape), size=obj.dtype.itemsize, code=code)

@@ -18,16 +18,16 @@ from nblaunch.insight.comparing import (
     ALL,
     Ask,
     ElementBytes,
+    EntryPlace,
     EntryShown,
     Outline,
-    Place,
     Round,
     compare,
     size_of,
 )
 from nblaunch.insight.difference import Difference
 from nblaunch.probes import surroundings
-from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, forget_weights, ranges
+from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, ranges, weights_on
 from nblaunch.probes.contents import Contents
 
 Find = Callable[[str], Any]
@@ -66,15 +66,15 @@ class Holding:
     def has(self, place: int, path: str) -> bool:
         return self._of(place).has(path)
 
-    def blocks(self, entry: Place, start: int, stop: int, step: int) -> tuple[bytes, ...]:
+    def blocks(self, entry: EntryPlace, start: int, stop: int, step: int) -> tuple[bytes, ...]:
         """Return the digests of a tensor's blocks from `start` to `stop`, `step` of them together."""
         return ranges(self._tensor(*entry).digests, start, stop, step)
 
-    def pieces(self, entry: Place, blocks: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
+    def pieces(self, entry: EntryPlace, blocks: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
         """Return for each of these blocks the digests of its pieces."""
         return self._tensor(*entry).pieces(blocks)
 
-    def elements(self, entry: Place, pieces: Sequence[int]) -> tuple[ElementBytes, ...]:
+    def elements(self, entry: EntryPlace, pieces: Sequence[int]) -> tuple[ElementBytes, ...]:
         """Return the bytes of these pieces, which are counted from the start of the tensor."""
         return self._tensor(*entry).elements(pieces)
 
@@ -87,7 +87,7 @@ class Holding:
         return {path: self._parts[path][1] for path in paths if path in self._parts}
 
     def end(self) -> None:
-        forget_weights()
+        weights_on.cache_clear()
 
     def _of(self, place: int) -> Contents:
         contents = self._contents[place]

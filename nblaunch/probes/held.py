@@ -86,7 +86,8 @@ def largest(
             found.add(_of_tensor(each))
     with contextlib.suppress(Exception):
         for part in _recorded(device, cells):
-            _recognise(found, part)
+            known = found.parts.get(part.key)
+            found.parts[part.key] = part if known is None else replace(known, made=part.made)
     with contextlib.suppress(Exception):
         here = [part for part in found.parts.values() if part.key[0] == (device or "cpu")]
         return tuple(_rows(here))
@@ -105,19 +106,15 @@ def _rows(parts: Sequence[HeldPart]) -> Iterator[HeldMemory]:
         if total < _LEAST:
             return
         named = next((part for part in group if part.name), first)
+        name = named.name if len(group) == 1 else named.root or named.name
         yield HeldMemory(
             size=total,
             what=first.what,
             count=len(group),
-            name=_short(named.name if len(group) == 1 else named.root or named.name),
+            name=clipped(name.encode("utf-8", "backslashreplace").decode(), _NAME_CHARACTERS, len),
             where=named.where,
             made=first.made,
         )
-
-
-def _short(name: str) -> str:
-    name = name.encode("utf-8", "backslashreplace").decode()
-    return clipped(name, _NAME_CHARACTERS, len)
 
 
 # Parts, by kind.
@@ -216,9 +213,3 @@ def _line(frames: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str
     ]
     nearest = nearest_frame(stack)
     return "" if nearest is None else place(nearest)
-
-
-def _recognise(found: HeldParts, part: HeldPart) -> None:
-    """Add the line that made a part that is known, or the part if it is not."""
-    known = found.parts.get(part.key)
-    found.parts[part.key] = part if known is None else replace(known, made=part.made)

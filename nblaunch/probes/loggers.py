@@ -116,7 +116,7 @@ class LibraryPoints:
     def __init__(self, log: LogPoints, logged: Callable[[], Collection[str]]) -> None:
         """Give points to `log`; `logged` returns the names that have been logged in this job, by anybody."""
         self._log, self._logged = log, logged
-        self._owners: dict[str, str] = {}
+        self.owners: dict[str, str] = {}
         """By name: the library that it is taken from, "" if it is the program's."""
         self._postfixes = 0
         self._waiting: tuple[int | None, Mapping[str, object]] | None = None
@@ -138,7 +138,7 @@ class LibraryPoints:
         if step is None:
             step = self._postfixes
         self._postfixes += 1
-        if values.keys() <= self._owners.keys():
+        if values.keys() <= self.owners.keys():
             self._send(library, step, values)
         else:
             self._waiting = (step, values)
@@ -150,10 +150,10 @@ class LibraryPoints:
             self._send("tqdm", *waiting)
 
     def _send(self, library: str, step: int | None, values: Mapping[str, object]) -> None:
-        if new := values.keys() - self._owners.keys():
+        if new := values.keys() - self.owners.keys():
             logged = self._logged()
-            self._owners.update({name: "" if name in logged else library for name in new})
-        if own := {name: value for name, value in values.items() if self._owners[name] == library}:
+            self.owners.update({name: "" if name in logged else library for name in new})
+        if own := {name: value for name, value in values.items() if self.owners[name] == library}:
             self._log(step, own)
 
     def failed(self, library: str, error: Exception) -> None:
@@ -174,12 +174,10 @@ def _numbers(values: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
                 yield name, value.detach()
         elif isinstance(value, Real):
             yield name, value
-        elif getattr(value, "size", None) == 1 and isinstance(number := _item(value), Real):
-            yield name, number
-
-
-def _item(array: Any) -> object:
-    return array.item() if hasattr(array, "item") else None
+        elif getattr(value, "size", None) == 1 and hasattr(value, "item"):
+            number = value.item()
+            if isinstance(number, Real):
+                yield name, number
 
 
 _points: LibraryPoints | None = None
@@ -192,7 +190,7 @@ class _Wrapped:
     """A method of a library's class, wrapped."""
 
     def __init__(self, owner: type, method: str, read: Read) -> None:
-        self._owner, self._method = owner, method
+        self.owner, self._method = owner, method
         self._original = original = vars(owner)[method]
         library = owner.__module__.partition(".")[0]
 
@@ -212,18 +210,14 @@ class _Wrapped:
         self._wrapper = wrapper
         setattr(owner, method, wrapper)
 
-    def is_on(self, owner: type) -> bool:
-        """Whether this is what wraps the method of a class, maybe below a wrapper of somebody else's."""
-        return owner is self._owner
-
     def undo(self) -> bool:
         """Give the class its method back; return whether the wrapper is gone.
 
         It stays, and does nothing between jobs, if somebody else has wrapped it since.
         """
-        if vars(self._owner).get(self._method) is not self._wrapper:
+        if vars(self.owner).get(self._method) is not self._wrapper:
             return False
-        setattr(self._owner, self._method, self._original)
+        setattr(self.owner, self._method, self._original)
         return True
 
 
@@ -244,7 +238,11 @@ def _wrap(module: ModuleType) -> None:
     """Wrap the method that this module has, if it has it."""
     name, method, read = _METHODS[module.__name__]
     owner = getattr(module, name, None)
-    if isinstance(owner, type) and method in vars(owner) and not any(each.is_on(owner) for each in _wrapped):
+    if (
+        isinstance(owner, type)
+        and method in vars(owner)
+        and all(each.owner is not owner for each in _wrapped)
+    ):
         _wrapped.append(_Wrapped(owner, method, read))
 
 

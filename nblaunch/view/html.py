@@ -119,7 +119,9 @@ def render_html(
         *_curves(Curves.of(state.metrics) if curves is None else curves),
         _table(shown, rows),
         *_values(shown, rows),
-        *_profile(state),
+        markup.details(markup.escaped(f"P{state.profile.text[1:]}"), state.profile.html, opened=True)
+        if state.profile.html
+        else "",
     )
     above = "".join(parts)
     written = folded(state) if outputs is None else outputs
@@ -426,17 +428,16 @@ def values_of(
     if short:
         found = [(ranks, short_value(text)) for (text, rich), ranks in groups.items() if not rich]
         content = _side_by_side_values("Values", found)
-    long = {value: ranks for value, ranks in groups.items() if _is_long(value)}
+    long = {
+        (text, rich): ranks
+        for (text, rich), ranks in groups.items()
+        if rich or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
+    }
     full = "".join(_long_values(long, embed))
     if len(long) > _MOST_OPEN:
         title = f"{len(long)} values of {sum(map(len, long.values()))} ranks in full"
         full = markup.details(title, full, opened=False)
     return content + full
-
-
-def _is_long(value: tuple[str, str]) -> bool:
-    text, html = value
-    return bool(html) or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
 
 
 def _side_by_side_values(title: str, values: Sequence[tuple[tuple[int, ...], str]]) -> str:
@@ -476,16 +477,14 @@ def _long_values(
         yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=opened)
 
 
-def _profile(state: RunState) -> Iterator[str]:
-    if state.profile.html:
-        title = f"P{state.profile.text[1:]}"
-        yield markup.details(markup.escaped(title), state.profile.html, opened=True)
-
-
 def _outputs(outputs: Sequence[Folded], budget: int) -> str:
     lines = sum(cost_of_line(item) for each in outputs for item in each.items if isinstance(item, Line))
     outputs, taken = _with_displays(outputs, budget - min(max(lines, summary.PART_BUDGET), LINES_BUDGET))
-    shown = fit(outputs, min(budget - taken, LINES_BUDGET), prefix=_cost_of_prefix)
+
+    def prefix(output: Folded, ranks: tuple[int, ...]) -> int:
+        return len(markup.prefix(format_ranks(ranks))) if output.mixed else 0
+
+    shown = fit(outputs, min(budget - taken, LINES_BUDGET), prefix=prefix)
     drawn = [_output(each) for each in shown]
     if len(shown) <= _MOST_OPEN:
         return "".join(drawn)
@@ -504,7 +503,12 @@ def _output(output: Folded) -> str:
         room, shown = _MIXED_OPEN, sum(len(each.rows) if each.mixed else 1 for each in passages)
     else:
         room, shown = _LINES_OPEN, output.lines
-    content = "".join(_passage(each, output) for each in passages)
+    content = ""
+    for each in passages:
+        blocks = "".join(_blocks(each))
+        if not each.mixed and output.mixed:
+            blocks = markup.details(_summary(each), blocks, opened=bool(each.displays))
+        content += blocks
     return markup.details(_summary(output), content, opened=shown <= room or bool(output.displays))
 
 
@@ -520,13 +524,6 @@ def _passages(output: Folded) -> list[Folded]:
         else:
             passages.append(replace(output, rows=tuple(row for run in group for row in run.rows)))
     return passages
-
-
-def _passage(passage: Folded, output: Folded) -> str:
-    content = "".join(_blocks(passage))
-    if passage.mixed or not output.mixed:
-        return content
-    return markup.details(_summary(passage), content, opened=bool(passage.displays))
 
 
 def _summary(output: Folded) -> str:
@@ -581,10 +578,6 @@ def _cost_of_display(display: Display, budget: int) -> int | None:
 def _saved(content: str) -> int:
     # In JSON a quote or a line end takes more than itself.
     return len(content.encode("utf-8", "replace")) + content.count('"') + 13 * content.count("\n")
-
-
-def _cost_of_prefix(output: Folded, ranks: tuple[int, ...]) -> int:
-    return len(markup.prefix(format_ranks(ranks))) if output.mixed else 0
 
 
 def _blocks(output: Folded) -> Iterator[str]:

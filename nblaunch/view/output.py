@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 
 import msgspec
@@ -354,59 +354,49 @@ def fit(
     The lines that the same ranks wrote have a share for each of these ranks; what one share leaves, the
     others may use. Displays stay. `prefix` returns the cost of a line's prefix.
     """
-    outputs = [replace(each, rows=tuple(map(_short_row, each.rows))) for each in outputs]
-    shares = [share for number, each in enumerate(outputs) for share in _shares(number, each, prefix)]
-    limit = fair_limit((share.cost // share.ranks for share in shares for _ in range(share.ranks)), budget)
-    cut: list[dict[int, Written | None]] = [{} for _ in outputs]
-    for share in shares:
-        if share.cost > limit * share.ranks:
-            rows = [outputs[share.output].rows[place] for place in share.places]
-            kept = _cut(rows, limit * share.ranks, share.prefix)
-            cut[share.output].update(zip(share.places, kept, strict=True))
+    outputs = [
+        replace(each, rows=tuple(replace(row, item=_short(row.item, LINE_COST)) for row in each.rows))
+        for each in outputs
+    ]
+    prefixes = [
+        {ranks: prefix(each, ranks) for ranks in {row.ranks for row in each.rows}} for each in outputs
+    ]
+    shares: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for number, each in enumerate(outputs):
+        # Where nearly every line has other ranks, a share for each of them could hold none.
+        by_first = len(prefixes[number]) > _SHARES * len(each.ranks) + _SHARES
+        for place, row in enumerate(each.rows):
+            shares.setdefault((number, row.ranks[:1] if by_first else row.ranks), []).append(place)
+
+    def rows_of(number: int, places: Sequence[int]) -> list[Written]:
+        return [outputs[number].rows[place] for place in places]
+
+    costs = {
+        (number, ranks): sum(
+            cost_of_line(row.item) + prefixes[number][row.ranks]
+            for row in rows_of(number, places)
+            if isinstance(row.item, Line)
+        )
+        for (number, ranks), places in shares.items()
+    }
+    limit = fair_limit((cost // len(ranks) for (_, ranks), cost in costs.items() for _ in ranks), budget)
+    kept: list[dict[int, Written | None]] = [dict(enumerate(each.rows)) for each in outputs]
+    for (number, ranks), places in shares.items():
+        if costs[number, ranks] > limit * len(ranks):
+            rows = rows_of(number, places)
+            more = max(prefixes[number][row.ranks] for row in rows)
+            kept[number].update(zip(places, _cut(rows, limit * len(ranks), more), strict=True))
     return [
-        replace(each, rows=tuple(filter(None, (rows.get(place, row) for place, row in enumerate(each.rows)))))
-        for each, rows in zip(outputs, cut, strict=True)
+        replace(each, rows=tuple(filter(None, rows.values())))
+        for each, rows in zip(outputs, kept, strict=True)
     ]
 
 
-@dataclass(slots=True)
-class _Share:
-    """The rows of one output that the same ranks wrote, by their places, and what they cost."""
-
-    output: int
-    ranks: int
-    places: list[int] = field(default_factory=list)
-    cost: int = 0
-    prefix: int = 0
-
-
-def _shares(
-    number: int, output: Folded, prefix: Callable[[Folded, tuple[int, ...]], int]
-) -> Iterable[_Share]:
-    prefixes = {ranks: prefix(output, ranks) for ranks in {row.ranks for row in output.rows}}
-    # Where nearly every line has other ranks, a share for each of them could hold none.
-    by_first = len(prefixes) > _SHARES * len(output.ranks) + _SHARES
-    shares: dict[tuple[int, ...], _Share] = {}
-    for place, row in enumerate(output.rows):
-        ranks = row.ranks[:1] if by_first else row.ranks
-        share = shares.setdefault(ranks, _Share(number, len(ranks)))
-        more = prefixes[row.ranks]
-        share.prefix = max(share.prefix, more)
-        share.places.append(place)
-        if isinstance(row.item, Line):
-            share.cost += cost_of_line(row.item) + more
-    return shares.values()
-
-
-def _short_row(row: Written) -> Written:
-    return replace(row, item=_short(row.item, LINE_COST)) if isinstance(row.item, Line) else row
-
-
-def _short(line: Line, limit: int) -> Line:
+def _short(item: Item, limit: int) -> Item:
     """Return a line that takes no more than `limit` bytes; one that takes more loses its colours too."""
-    if cost_of_line(line) <= limit:
-        return line
-    return Line(((PLAIN, shortened(line.text, limit)),), line.stream)
+    if not isinstance(item, Line) or cost_of_line(item) <= limit:
+        return item
+    return Line(((PLAIN, shortened(item.text, limit)),), item.stream)
 
 
 def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None]:
@@ -426,7 +416,7 @@ def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None
         ranks = tuple(sorted({rank for each in {row.ranks for row in dropped} for rank in each}))
         middle[middle.index(None)] = Written(ranks, _omission([row.item for row in dropped]))
     return [
-        replace(row, item=_short(row.item, limit)) if row is not None and isinstance(row.item, Line) else row
+        None if row is None else replace(row, item=_short(row.item, limit))
         for row in [*rows[:first], *middle, *rows[last:]]
     ]
 

@@ -259,10 +259,6 @@ _ORDER = (State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED, State.RUNNIN
 _SPOKEN = 40
 
 
-def _usage_of_rank(known: RankState) -> str:
-    return escaped(usage_of([known]))
-
-
 def groups_of(ranks: RankNotes) -> dict[tuple[object, ...], list[RankState]]:
     """Return the ranks that are alike now: the same state, failure and remark; what differs comes first."""
     groups: dict[tuple[object, ...], list[RankState]] = {}
@@ -427,11 +423,6 @@ def _counts(state: RunState) -> str:
     )
 
 
-def _failure(state: RunState) -> str:
-    found = blame(state.ranks)
-    return "".join((*html.failures(found, live=True), *map(html.note, summary.warning_lines(state))))
-
-
 # The parts, and what of them is sent.
 
 
@@ -522,7 +513,7 @@ class Drawing:
         self._header, self._opened = header, opened
         self._parts, self._ranks, self._feed, self._log = Parts(), RankNotes(), Feed(), PanelLog()
         self._curves = Curves()
-        self._by_rank = False
+        self._by_rank = self._ways_changed = False
         self._curves_due = self._due = 0.0
         self._curve_numbers: dict[str, int] = {}
         self._troubled: tuple[object, ...] = ()
@@ -570,9 +561,7 @@ class Drawing:
 
     def draw_each_rank(self, *, wanted: bool) -> None:
         """Draw a line for each rank, or only for those that are apart; for any thread."""
-        self._by_rank, self._curves_due = wanted, 0.0
-        for curve in self._curves.curves.values():
-            curve.redrawn = True
+        self._by_rank, self._curves_due, self._ways_changed = wanted, 0.0, True
 
     def _note_changes(self, state: RunState, now: float) -> None:
         parts = self._parts
@@ -592,7 +581,11 @@ class Drawing:
         )
         if troubled != self._troubled:
             self._troubled = troubled
-            parts.change("failure", lambda: _failure(state), urgent=True)
+            shown = (
+                *html.failures(blame(state.ranks), live=True),
+                *map(html.note, summary.warning_lines(state)),
+            )
+            parts.change("failure", lambda: "".join(shown), urgent=True)
             parts.change("hang", lambda: "".join(html.hang(state)), urgent=True)
             parts.change("attempts", lambda: "".join(html.attempts(state, live=True)), urgent=True)
         if not state.awaits_nodes:
@@ -607,7 +600,7 @@ class Drawing:
         for rank in changed:
             known = state.ranks[rank]
             parts.change(f"r{rank}", partial(_card, known, ranks))
-            parts.change(f"u{rank}", partial(_usage_of_rank, known))
+            parts.change(f"u{rank}", partial(usage_of, [known]))
         if len(state.ranks) <= _CARDS:
             cards = ",".join(map(str, sorted(state.ranks)))
             parts.change("ranks", lambda: f'<div class="nblaunch-cards" data-own data-ranks="{cards}"></div>')
@@ -675,10 +668,9 @@ class Drawing:
         if not state.metrics or now < self._curves_due:
             return
         self._curves_due = now + _CURVE_SECONDS
-        if not self._curves.update(state.metrics) and not any(
-            curve.redrawn for curve in self._curves.curves.values()
-        ):
+        if not self._curves.update(state.metrics) and not self._ways_changed:
             return
+        self._ways_changed = False
         shown = self._curves.shown()
         if not shown:
             return
@@ -696,8 +688,6 @@ class Drawing:
         words = plain("\n".join(curve_lines(self._curves)))
         self._parts.change("words", lambda: pre(escaped(words)))
         self._parts.change("curves", lambda: _curves_shell(shown, numbers, ranks), urgent=True)
-        for curve in self._curves.curves.values():
-            curve.seen()
 
 
 def _curves_shell(shown: Sequence[Curve], numbers: Mapping[str, int], ranks: int) -> str:

@@ -25,14 +25,15 @@ REPOSITORY = str(Path(__file__).parents[2])
 
 
 RUN = """
-import time
+import os, time
 from nblaunch.protocol.messages import Payload, Printed, Returned, Started, Stream
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.view.display import choose_view
 from nblaunch.view.summary import Header
 
-def run(seconds, mode=None, ranks=2, pause=0.005):
-    view = choose_view(Header("cell", "gloo"), mode)
+def run(seconds, mode="", ranks=2, pause=0.005):
+    os.environ["NBLAUNCH_DISPLAY"] = mode
+    view = choose_view(Header("cell", "gloo"))
     state = RunState.fresh(ranks)
     view.open(state)
     for rank in range(ranks):
@@ -211,21 +212,6 @@ def test_a_saved_notebook_holds_static_html_and_no_widget():
     assert "widgets" not in saved.metadata
 
 
-@pytest.mark.oldest
-def test_the_environment_variable_chooses_in_a_kernel_too(kernel):
-    kernel.execute("import os; os.environ['NBLAUNCH_DISPLAY'] = 'text'")
-    try:
-        ((_, content),) = kernel.execute("run(0.3)")
-    finally:
-        kernel.execute("del os.environ['NBLAUNCH_DISPLAY']")
-    assert set(content["data"]) == {"text/plain"}
-
-
-notices_pages = pytest.mark.skipif(
-    int(version("ipykernel").split(".")[0]) < 7, reason="ipykernel 6 does not notice that a page has come"
-)
-
-
 @pytest.fixture
 def page(kernel):
     """Give another client of the kernel; it connects when it is used."""
@@ -242,6 +228,11 @@ def received(client, until):
         message = client.get_iopub_msg(timeout=60)
         messages.append((message["msg_type"], message["content"]))
     return messages
+
+
+notices_pages = pytest.mark.skipif(
+    int(version("ipykernel").split(".")[0]) < 7, reason="ipykernel 6 does not notice that a page has come"
+)
 
 
 @pytest.mark.quick

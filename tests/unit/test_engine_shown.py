@@ -10,6 +10,7 @@ import time
 
 import msgspec
 import pytest
+from shown_runs import parts_of
 
 from nblaunch._results import (
     RankFailure,
@@ -149,12 +150,6 @@ def test_time_is_short_in_the_last_ten_minutes():
 
 
 # --- the panel ---------------------------------------------------------------------------------------
-
-
-def parts_of(state):
-    drawing = Drawing(HEADER, 0.0)
-    drawing.changes(state, 0.0)
-    return drawing.whole(0.0)["parts"]
 
 
 def nodes_in(head):

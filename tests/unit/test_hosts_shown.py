@@ -7,6 +7,7 @@ import time
 
 import msgspec
 import pytest
+from shown_runs import parts_of
 
 from nblaunch._results import SessionInfo, SessionStatus, sessions_table
 from nblaunch.diagnose import hang
@@ -162,12 +163,6 @@ def test_a_terminals_status_folds_hosts():
     assert status_of(on_hosts(16)) == "[nblaunch] 16 running, 0 s"
 
 
-def parts_of(state):
-    drawing = Drawing(HEADER, 0.0)
-    drawing.changes(state, 0.0)
-    return drawing.whole(0.0)["parts"]
-
-
 def test_the_panel_has_the_fold_in_its_head_and_sends_it_only_when_it_changes():
     drawing = Drawing(HEADER, 0.0)
     state = on_hosts(512)
@@ -192,7 +187,7 @@ def test_up_to_eight_ranks_have_cards_that_name_their_hosts():
 def test_an_earlier_attempt_in_the_panel_names_hosts():
     state = advance(on_hosts(4, 2), Raised(rank=3, failure=FAILED))
     state = advance(state, AttemptStarted(number=1, world_size=4, time=3.0, reason="failure"))
-    assert "Root cause: rank 3 on h001:</strong>" in parts_of(state)["tabs"]
+    assert "Root cause: rank 3 on h001:</strong>" in parts_of(state)["attempts"]
 
 
 # --- nodes that are awaited, and what becomes known with them ---------------------------------------------
