@@ -142,8 +142,6 @@ class ClientJob:
                 self.ended, self.end = True, end
             case messages.Noticed(text=text):
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
-            case _:
-                pass
 
     @property
     def error(self) -> BaseException | None:

@@ -462,8 +462,6 @@ class LiveSession:
                 self._ended, self._why_ended = True, why
             case wire.OwnerChanged(session=self._key, by=by):
                 self._take_owner(by)
-            case _:
-                pass
 
     def _renumber(self, event: wire.RanksRenumbered) -> None:
         known = self._names

@@ -143,8 +143,6 @@ class _Output:
                 self._notice(f"rank {rank}: {text[:NOTICE_CHARACTERS]}")
             case messages.Unwritten(rank=rank, size=size):
                 self._unwritten[rank] = size
-            case _:
-                pass
 
     def _of(self, rank: int) -> _PrintedSoFar:
         return self._shown.setdefault((self._attempt, rank), _PrintedSoFar())

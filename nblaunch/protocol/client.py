@@ -392,11 +392,11 @@ class Request(msgspec.Struct, Generic[AnswerT_co], frozen=True, tag=True, kw_onl
     """A request of a client, generic in its answer, which may also be `RequestFailed`."""
 
 
-class _JobRequest(Request[AnswerT_co], frozen=True):
+class _ByNumber(Request[AnswerT_co], frozen=True):
     job: int
 
 
-class _SessionRequest(Request[AnswerT_co], frozen=True):
+class _ByKey(Request[AnswerT_co], frozen=True):
     session: str
 
 
@@ -449,41 +449,41 @@ class SubmitJob(Request[Submitted | Stale], frozen=True):
     attempt: int | None = None
 
 
-class WatchJob(_JobRequest[JobSnapshot], frozen=True):
+class WatchJob(_ByNumber[JobSnapshot], frozen=True):
     """Send the job's state, then each message that changes it."""
 
 
-class UnwatchJob(_JobRequest[Done], frozen=True):
+class UnwatchJob(_ByNumber[Done], frozen=True):
     """Stop sending the job's messages."""
 
 
-class InterruptJob(_JobRequest[Done], frozen=True):
+class InterruptJob(_ByNumber[Done], frozen=True):
     """Interrupt a job; the second time, end its ranks. One that was not submitted yet never begins."""
 
 
-class InterruptSession(_SessionRequest[Done], frozen=True):
+class InterruptSession(_ByKey[Done], frozen=True):
     """Interrupt the job of a session, once; refused while another client owns it."""
 
 
-class Reply(_JobRequest[Done], frozen=True):
+class Reply(_ByNumber[Done], frozen=True):
     """Answer a rank's question."""
 
     rank: int
     answer: wire.Answer
 
 
-class CloseSession(_SessionRequest[Done], frozen=True):
+class CloseSession(_ByKey[Done], frozen=True):
     """End a session's ranks; answered once they have exited."""
 
 
-class RestartSession(_SessionRequest[Done], frozen=True):
+class RestartSession(_ByKey[Done], frozen=True):
     """Replace a session's ranks; answered once the agent starts others.
 
     Refused while another client owns it.
     """
 
 
-class StacksOf(_SessionRequest[StacksReport], frozen=True):
+class StacksOf(_ByKey[StacksReport], frozen=True):
     """Ask where a session's ranks are, at most `seconds`."""
 
     seconds: float = 1.0
@@ -495,15 +495,15 @@ class DescribeSessions(Request[Sessions], frozen=True):
     session: str = ""
 
 
-class ListJobs(_SessionRequest[JobList], frozen=True):
+class ListJobs(_ByKey[JobList], frozen=True):
     """List a session's jobs, the oldest first."""
 
 
-class EventsOf(_JobRequest[JobEvents], frozen=True):
+class EventsOf(_ByNumber[JobEvents], frozen=True):
     """Return torchelastic's events of a job, once they are complete."""
 
 
-class LateOf(_JobRequest[LateWarnings], frozen=True):
+class LateOf(_ByNumber[LateWarnings], frozen=True):
     """Return the warnings since the end of a job."""
 
 

@@ -546,7 +546,6 @@ CLIENT_WITH_A_CHILD = """
 import os, sys, pathlib
 from nblaunch.client.line import ClientLine, connect
 from nblaunch.protocol.client import Introduce, Stop
-from nblaunch.protocol.messages import Noticed
 path, token = sys.argv[1:]
 introduce = Introduce(token=token, version="", pid=1, node="", name="")
 line = ClientLine(connect(pathlib.Path(path)), introduce, OSError)
