@@ -204,11 +204,11 @@ class WorkerGroup:
 
     def memory(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int | None]:
         """Return each rank's private memory in bytes; wait at most `seconds` if a host must measure it."""
-        found: dict[int, int | None] = dict.fromkeys(self.state.ranks)
+        ranks = self.state.ranks  # once: nodes may come meanwhile
+        found: dict[int, int | None] = dict.fromkeys(ranks)
         for host in self._hosts:
             found |= host.memory()
-        known = self.state.ranks.values()
-        asked = {each.rank for each in known if each.node and found[each.rank] is None} - self.life.exited
+        asked = {rank for rank, each in ranks.items() if each.node and found[rank] is None} - self.life.exited
         if asked:
             self._hub.run(lambda: self.measure(wanted=True), seconds)
             deadline = time.monotonic() + seconds

@@ -1036,6 +1036,8 @@ class _Step(Machine[GroupState, Action]):
         starting = state.persistent and not (state.all_ready or state.adopted)
         if not (event.enough or starting) or state.closed or state.replacing or state.changing:
             return  # the node's ranks have failed with it
+        if state.launch_failure is not None:
+            return  # the agent was stopped, and its nodes with it
         if not state.persistent and (
             job is None or job.settled or job.ending.told or state.interruption.begun
         ):

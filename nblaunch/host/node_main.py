@@ -387,8 +387,10 @@ class NodeHost:
                 return
             if events.poll(_POLL_MS):
                 monitor.recv_monitor_message(events)
-                with contextlib.suppress(LaunchError):
-                    hub.run(self._receive, _LEAVE_SECONDS)  # its last orders may not have been read yet
+                # Its last orders may not have been read yet. One that fails now changes nothing: the node
+                # ends as one that was cut off, which gives the allocation back.
+                with contextlib.suppress(Exception):
+                    hub.run(self._receive, _LEAVE_SECONDS)
                 if not self._finished:
                     self._cut_off = True
                     self._end_with("the notebook is gone, or out of reach")

@@ -140,13 +140,16 @@ def _read_again() -> None:
 def _set_threads(value: str | None) -> None:
     """Follow OMP_NUM_THREADS, although torch has read it already, when the fork server imported it."""
     with contextlib.suppress(ValueError):
-        # torch's own default: one for each core that this process may use.
-        logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        cores = min(logical, psutil.cpu_count(logical=False) or logical)
-        threads = int(value.partition(",")[0]) if value is not None else cores
+        threads = int(value.partition(",")[0]) if value is not None else _cores()
         if threads > 0 and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
             _set_openblas_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", threads)))
+
+
+def _cores() -> int:
+    """Return torch's own default number of threads: one for each core that this process may use."""
+    logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(logical, psutil.cpu_count(logical=False) or logical)
 
 
 def _set_openblas_threads(threads: int) -> None:

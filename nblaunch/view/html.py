@@ -20,7 +20,7 @@ from nblaunch.insight.charts import charts
 from nblaunch.insight.curves import Curves, curve_lines, lines_by_rank
 from nblaunch.protocol.messages import FailureRecord, Stream
 from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer
-from nblaunch.protocol.state import RankState, RunState, State, hosts_of
+from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import summary
 from nblaunch.view.alike import MOST_ROWS, devices, finest, is_whole, label, levels_of, sizes
@@ -193,25 +193,29 @@ def note(line: str) -> str:
     return f"<div>{markup.code(line)}</div>"
 
 
-def attempts(state: RunState, *, live: bool = False) -> Iterator[str]:
-    """Yield a part for each attempt before this one, with its own failures and output.
+def attempts(state: RunState) -> Iterator[str]:
+    """Yield a part for each attempt before this one, with its own failures and output."""
+    shown, left_out = summary.earlier_attempts(state)
+    yield from [note(left_out)] if left_out else []
+    yield from (attempt_before(each, len(shown)) for each in shown)
+
+
+def attempt_before(attempt: AttemptState, among: int, *, live: bool = False) -> str:
+    """Return the part for one of `among` attempts before this one.
 
     A `live` page has what it displayed as text: it may be HTML of a rank's. And it has how long it took.
     """
-    shown, left_out = summary.earlier_attempts(state)
-    yield from [note(left_out)] if left_out else []
-    for attempt in shown:
-        before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
-        found = blame(before.ranks)
-        content = "".join(_causes(found, summary.TRACEBACK_COST // max(4, len(shown))))
-        # Which of the others failed too, and which were stopped before they did, differs from run to run.
-        others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
-        content += note(f"{format_ranks(others)}: ended because of that") if others else ""
-        written = only_text(folded(before)) if live else folded(before)
-        content += _outputs(written, summary.PART_BUDGET // len(shown))
-        took = attempt.ended - attempt.started if live and attempt.ended else None
-        after = "" if took is None else f" after {summary.duration(took)}"
-        yield _expandable(f"{summary.attempt_line(attempt, found)}{after}", content)
+    before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
+    found = blame(before.ranks)
+    content = "".join(_causes(found, summary.TRACEBACK_COST // max(4, among)))
+    # Which of the others failed too, and which were stopped before they did, differs from run to run.
+    others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
+    content += note(f"{format_ranks(others)}: ended because of that") if others else ""
+    written = only_text(folded(before)) if live else folded(before)
+    content += _outputs(written, summary.PART_BUDGET // among)
+    took = attempt.ended - attempt.started if live and attempt.ended else None
+    after = "" if took is None else f" after {summary.duration(took)}"
+    return _expandable(f"{summary.attempt_line(attempt, found)}{after}", content)
 
 
 def hang(state: RunState) -> Iterator[str]:

@@ -6,6 +6,7 @@ row that was sent changes only where a rank joins or leaves it.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ WHOLE_CHARACTERS = 1_500_000
 _NEAR_ROWS = 60
 _NEXT_PIECES = 8
 _LEAST_GAP = 1e-6
+_BLANK = re.compile(r"(?:\s|</?(?:b|em|i|ins|span)\b[^>]*>)*")
+"""A piece of output, as HTML, in which nothing is to be seen: the tags are those of colours and of stderr."""
 
 
 class LogNews(TypedDict):
@@ -182,7 +185,7 @@ class PanelLog:
             if rank not in row.ranks:
                 found = row
                 break
-        if found is None or piece.strip():
+        if found is None or not _is_blank(piece):
             return found
         # A blank line further down would put the rank's next lines below it.
         place = self._place(found.order)
@@ -196,7 +199,7 @@ class PanelLog:
         if len(self._rows) >= _NEAR_ROWS:
             lower = max(lower, self._rows[-_NEAR_ROWS].order)
         for _, piece in following:
-            row = self._find(piece, rank, lower, upper) if piece.strip() else None
+            row = None if _is_blank(piece) else self._find(piece, rank, lower, upper)
             if row is not None:
                 return row.order
         return upper
@@ -280,6 +283,10 @@ def _bounds(known: _RankRows, number: int) -> tuple[float, float]:
     if above is not None:
         return above.order, upper
     return known.reached if is_last and number != known.first else -inf, upper
+
+
+def _is_blank(piece: str) -> bool:
+    return _BLANK.fullmatch(piece) is not None
 
 
 def _message(row: _Row, names: str | None, content: str | None) -> list[object]:

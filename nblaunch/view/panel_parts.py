@@ -511,6 +511,8 @@ class Drawing:
         self._curves_due = self._due = 0.0
         self._curve_numbers: dict[str, int] = {}
         self._troubled: tuple[object, ...] = ()
+        self._earlier: dict[int, str] = {}
+        """Attempts before this one, by number: they do not change any more, and may hold a megabyte."""
         self._values: dict[str, int] = {}
         self._groups: dict[tuple[object, ...], int] = {}
         self._hosts: dict[str, list[int]] = {}
@@ -563,7 +565,6 @@ class Drawing:
         if changed or state.engine is not None or self._seen is None or len(state.ranks) <= _CARDS:
             parts.change("head", lambda: _head(state, self._header), urgent=True)
         troubled = (
-            state.earlier,
             state.hang,
             state.preempted,
             state.notices,
@@ -581,11 +582,20 @@ class Drawing:
             )
             parts.change("failure", lambda: "".join(shown), urgent=True)
             parts.change("hang", lambda: "".join(html.hang(state)), urgent=True)
-            parts.change("attempts", lambda: "".join(html.attempts(state, live=True)), urgent=True)
+        if state.earlier and state.earlier[-1].number not in self._earlier:
+            self._note_attempts(state)
         if not state.awaits_nodes:
             self._note_ranks(state, changed)
             self._note_values(state, changed)
         self._note_curves(state, now)
+
+    def _note_attempts(self, state: RunState) -> None:
+        shown, left_out = summary.earlier_attempts(state)
+        for each in shown:
+            if each.number not in self._earlier:
+                self._earlier[each.number] = html.attempt_before(each, summary.ATTEMPTS_SHOWN, live=True)
+        drawn = "".join(self._earlier[each.number] for each in shown)
+        self._parts.change("attempts", lambda: (html.note(left_out) if left_out else "") + drawn, urgent=True)
 
     def _note_ranks(self, state: RunState, changed: set[int]) -> None:
         parts, ranks = self._parts, self._ranks

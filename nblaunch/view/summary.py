@@ -51,7 +51,7 @@ REASON_COST = 1_500
 TRACEBACK_COST = 20_000
 TRACEBACKS = 4
 _READ_CHARACTERS = 8_000
-_ATTEMPTS_SHOWN = 10
+ATTEMPTS_SHOWN = 10
 _LONGEST_WHO = 200
 _HANG_LINES = 40
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
@@ -116,7 +116,7 @@ def attempt_line(attempt: AttemptState, found: Blame) -> str:
 
 def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
     """Return the latest attempts before this one, and a note on omitted ones."""
-    shown = list(state.earlier[-_ATTEMPTS_SHOWN:])
+    shown = list(state.earlier[-ATTEMPTS_SHOWN:])
     left_out = len(state.earlier) - len(shown)
     return shown, f"… {left_out} attempts left out …" if left_out else ""
 
