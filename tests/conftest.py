@@ -56,6 +56,8 @@ for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 ROOT = Path(__file__).parents[1]
 UNIT = ROOT / "tests" / "unit"
+QUICK_LANE = "not slow and not full"
+"""The marks that pyproject.toml has pytest take."""
 MARK = "NBLAUNCH_TESTS"
 KERNEL_MARK = "NBLAUNCH_TEST_KERNEL"
 KERNEL_ENVIRONMENT = {
@@ -91,12 +93,13 @@ def free(tmp_path):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Give plain `pytest` one process more than there are cores, as tests wait half of the time.
+    """Give plain `pytest` a process more than there are cores, as tests wait half of the time.
 
     A file is run by one of them, as its tests share kernels and sessions. In order: by default the files with
     the fewest tests come last, which are those that start most.
     """
-    plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    plain = whole and config.option.markexpr.strip() == QUICK_LANE
     chosen = getattr(config.option, "numprocesses", 0) is not None or config.option.usepdb
     if plain and not chosen and "PYTEST_XDIST_WORKER" not in os.environ:
         config.option.numprocesses = min(max(len(os.sched_getaffinity(0)) + 1, 2), 4)

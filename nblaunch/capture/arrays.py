@@ -178,7 +178,6 @@ def _view(  # noqa: PLR0913, PLR0917 - all that makes up a view
 
 
 def _storage(memory: Any, shifts: Any, number: int, offset: int, size: int) -> Any:
-    """Return a storage of torch's over memory of NumPy's."""
     offset -= shifts[number] if shifts else 0
     return tensors.storage_over(bytes_of(memory)[offset : offset + size])
 
@@ -302,7 +301,6 @@ def parts_within(root: Any, low: int, high: int, *, wholly: bool) -> range:
 
 
 def sample(array: Any, most: int) -> Any:
-    """Return at most so many elements of an array, spread over it."""
     along = max(int(most ** (1 / array.ndim)), 1)
     return array[tuple(slice(None, None, -(-length // along)) for length in array.shape)].copy()
 
@@ -407,7 +405,6 @@ class WholeMemories(tensors.WholeStorages):
         self._whole.clear()
 
     def reduce(self, obj: Any) -> Any:
-        """Return how to rebuild an array, a tensor or a storage, `NotImplemented` for pickle's own way."""
         if is_array(obj):
             return self._array(obj)
         if tensors.is_borrowed(obj):
@@ -474,7 +471,6 @@ class WholeMemories(tensors.WholeStorages):
         return _with_attributes(array, (_view, (root, None, 0, *facts)))
 
     def _prepare_search(self) -> None:
-        """Prepare to search what the ranks have."""
         self._must_search = False
         for each in self._there():
             owner: Any = each.root() if type(each) is Memory else each

@@ -252,7 +252,6 @@ def _submodules_in(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tupl
 
 
 def _sources(packed: Packed) -> dict[str, str]:
-    """Return the source of every notebook cell that the pickle holds code of."""
     return {name: source for name in packed.filenames if (source := cell_source(name)) is not None}
 
 

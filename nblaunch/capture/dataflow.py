@@ -72,7 +72,6 @@ class Body:
 
     @property
     def nodes(self) -> Sequence[ast.AST]:
-        """The code that runs when the function is called."""
         return [self.node.body] if isinstance(self.node, ast.Lambda) else self.node.body
 
 
@@ -194,7 +193,6 @@ class Flow:
     dead: bool = False
 
     def __or__(self, other: Flow) -> Flow:
-        """Return the flow where two paths meet."""
         if self.dead or self is other:
             return other
         if other.dead:

@@ -103,7 +103,6 @@ def roots_of(path: Sequence[str], directory: str) -> tuple[Path, ...]:
 
 
 def is_installed(path: str) -> bool:
-    """Whether a path belongs to the standard library or an installed package, of any environment."""
     return is_below(path, _installed()) or not _PACKAGES.isdisjoint(path.split("/"))
 
 
@@ -238,7 +237,6 @@ class _FileSearch:
         return tuple(sorted(self._found))
 
     def _add(self, path: str) -> None:
-        """Add a file, and the package that contains it."""
         if path in self._found:
             return
         self._found.add(path)

@@ -66,7 +66,6 @@ class Packed:
 
     @property
     def parts(self) -> tuple[memoryview | tensors.Far, ...]:
-        """Return the stream first, then the buffers."""
         return (self.stream, *self.buffers)
 
     def is_same(self, other: Packed) -> bool:
@@ -80,7 +79,6 @@ class Packed:
 
     @property
     def size(self) -> int:
-        """Bytes, all parts together."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -266,12 +264,10 @@ class Outbound(_ValuePickler):
         return id(globals_) in self._notebook
 
     def read_by(self, obj: Any) -> frozenset[str]:
-        """Return the names of the notebook that a function or a class of it reads."""
         names = annotation_names(obj, self._namespace)
         return names if isinstance(obj, type) else names.union(global_names(obj))
 
     def needed_by(self, obj: Any) -> dict[str, Any]:
-        """Return the variables that a function or a class needs there."""
         names = self.read_by(obj)
         self.reads |= names
         globals_ = self._namespace if isinstance(obj, type) else obj.__globals__
@@ -364,7 +360,6 @@ def _set_offering(obj: Any, state: tuple[Callable[[Any, Any], Any], Any, dict[st
 
 
 def _offer_to_main(offered: Mapping[str, Any]) -> None:
-    """Give `__main__` the globals that it lacks."""
     for name, value in offered.items():
         main_globals().setdefault(name, value)
 
@@ -662,7 +657,6 @@ def loads_known(
 
 
 def dumps_plain(value: object) -> bytes:
-    """Pickle a small object for the notebook, buffers included."""
     stream = io.BytesIO()
     Homebound(stream, protocol=5).dump(value)
     return stream.getvalue()

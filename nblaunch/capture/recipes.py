@@ -157,7 +157,6 @@ def _loader(loader: Any) -> Any:
 
 
 def class_by_value(cls: type) -> Any:
-    """Return how to rebuild a class where the module that it is from is not there."""
     return _cloudpickle._dynamic_class_reduce(cls)  # noqa: SLF001 - no public name
 
 

@@ -240,11 +240,9 @@ class Incoming:
         _write_at(self.fd, data, offset)
 
     def payload(self, sizes: tuple[int, ...]) -> Payload:
-        """Return the payload as a process of this machine gets it."""
         return Payload(sizes=sizes, pid=os.getpid(), fd=self.fd, path=self.path)
 
     def close(self) -> None:
-        """Free what nobody has mapped."""
         os.close(self.fd)
         if self.path:
             Path(self.path).unlink(missing_ok=True)

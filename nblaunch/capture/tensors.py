@@ -30,7 +30,6 @@ _outgoing = threading.local()
 
 
 def reduce(obj: Any) -> Any:
-    """Return how to rebuild a torch storage, `NotImplemented` for anything else."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return NotImplemented
@@ -131,7 +130,6 @@ def reduce_device(obj: Any) -> Any:
 
 
 def _own_device(kind: str, index: int | None) -> Any:
-    """Return the device on which a tensor of this device arrives."""
     import torch
 
     device = torch.device(getattr(_arrival, "device", None) or "cpu")
@@ -473,7 +471,6 @@ class WholeStorages:
         return data
 
     def reduce(self, obj: Any) -> Any:
-        """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
         # The name first of all: pickle calls this for every object.
         if type(obj).__name__ != "UntypedStorage" or not is_storage(obj):
             return reduce(obj)
@@ -502,7 +499,6 @@ class TrimmedStorages(WholeStorages):
         self._table.placeholder = self.defer(self._table.data)  # no circle: storages are freed at once
 
     def reduce(self, obj: Any) -> Any:
-        """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "UntypedStorage"):
             return NotImplemented

@@ -428,7 +428,6 @@ def _parted(dicts: list[Any], lists: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _getter(places: list[int]) -> Callable[[list[Any]], Any]:
-    """Return what takes some elements out of a list."""
     if not places:
         return lambda _: ()
     return operator.itemgetter(*places, *places[:1])  # of a single place it would give the bare element

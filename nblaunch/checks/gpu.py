@@ -288,7 +288,6 @@ def health(own: DoctorRuntime) -> Iterator[Finding]:
 
 
 def ask_nvml() -> dict[str, Any]:
-    """Return NVML's answers, empty without NVML. Raises `TimeoutExpired`."""
     with asking([sys.executable, "-I", "-S", str(_ASK_NVML)]) as process:
         out, _ = process.communicate(timeout=_SECONDS)
     try:
@@ -336,7 +335,6 @@ def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:
 
 
 def memory_errors(gpus: Gpus) -> Iterator[Finding]:
-    """Report GPUs with faulty memory, as far as they count errors (ECC)."""
     name = "GPU memory errors"
     fine = True
     for index, gpu in gpus.items():

@@ -70,7 +70,6 @@ def _widgets(name: str) -> Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """Compare what is installed with what nblaunch needs, and what is loaded with what is installed."""
     name = "versions"
     python = f"Python {sys.version.split()[0]} on {sys.platform}"
     try:

@@ -72,7 +72,6 @@ def build() -> Iterator[Finding]:
 
 
 def nccl() -> Iterator[Finding]:
-    """Report which NCCL ranks on GPUs will use, and which variables change its behaviour."""
     if why_no_torch():
         return
     import torch.distributed as dist

@@ -46,7 +46,6 @@ _YOUNG_SECONDS = 60.0
 
 
 def open_files() -> Iterator[Finding]:
-    """Compare the limit on open files with what ranks, and the runtime for them, take."""
     # The soft one does not matter: the runtime and the ranks raise theirs.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -60,7 +59,6 @@ def open_files() -> Iterator[Finding]:
 
 
 def processes() -> Iterator[Finding]:
-    """Compare the limits on processes, the user's and the container's, with what ranks take."""
     name = "process limit"
     container = _cgroups.tightest_tasks(cgroups("pids"))
     limits = [] if container is None else [("the container", *container)]

@@ -88,7 +88,6 @@ def _where(answer: Where) -> str:
 
 
 def _finishing(what: str, answer: Where) -> str:
-    """Return what a rank does whose job is done, and the user's own line where it runs one."""
     return f"finishing: {what}{f', {_place(answer.frames)}' if own_frame(answer.frames) else ''}"
 
 

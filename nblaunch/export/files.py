@@ -411,6 +411,5 @@ class _Pickled:
 
 
 def _file_of(array: Any) -> str:
-    """Return the file that an array of NumPy is mapped from, empty for any other."""
     mapped = type(array) is sys.modules["numpy"].memmap and array.mode in ("r", "r+", "w+")
     return str(array.filename or "") if mapped else ""

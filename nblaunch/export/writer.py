@@ -404,7 +404,6 @@ def _docstring(title: str, command: str) -> str:
 
 
 def is_exported(path: Path) -> bool:
-    """Return whether a file was written by an export, and may be written again."""
     try:
         found = ast.get_docstring(ast.parse(path.read_bytes()))
     except (OSError, SyntaxError, ValueError):

@@ -184,7 +184,7 @@ def _compare_name(place: int, name: str, outlines: Mapping[int, Outline]) -> Rou
 
 
 def _notes(outlines: Mapping[int, Outline]) -> tuple[str, ...]:
-    """Return what ranks say that they left out; where not all of them say it, who does."""
+    """Return the notes on omitted parts, each with its ranks unless all ranks have it."""
     notes_by_text: dict[str, list[int]] = {}
     for rank in sorted(outlines):
         for note in outlines[rank].notes:
@@ -224,7 +224,7 @@ def _first_difference(
 
 
 def _told_apart(entries: Mapping[int, EntryShown]) -> tuple[str, ...]:
-    """Return what ranks have; of what looks the same in few words, the digest too."""
+    """Return the values in words, with the digest where several look the same."""
     texts = [each.shown for each in entries.values()]
     return tuple(
         text if texts.count(text) == 1 else f"{text} (digest {each.digest.hex()[:8]})".lstrip()

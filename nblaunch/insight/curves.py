@@ -39,7 +39,7 @@ _LEAST_RANKS = 3
 
 
 class Bucket(NamedTuple):
-    """The values of all ranks at `steps` steps from `step` on; those that are not finite are not in it."""
+    """The finite values of all ranks at `steps` steps from `step` on."""
 
     step: int
     steps: int
@@ -219,7 +219,7 @@ class Curves:
         return curve
 
     def shown(self) -> list[Curve]:
-        """Return the curves to draw: those that begin first come first, then by name.
+        """Return the curves to draw, ordered by first step and name.
 
         So the order does not depend on which rank was heard first.
         """

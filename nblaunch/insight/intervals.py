@@ -34,7 +34,7 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def clipped(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """Return what of a union lies between two moments.
+    """Return the part of a union between two moments.
 
     >>> clipped([(0, 4), (5, 7), (8, 9)], 3, 6)
     [(3, 4), (5, 6)]
@@ -50,7 +50,7 @@ def clipped(intervals: Sequence[Interval], begin: int, end: int) -> list[Interva
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return what lies in both unions.
+    """Return the intersection of two unions.
 
     >>> common([(0, 4), (6, 9)], [(3, 7)])
     [(3, 4), (6, 7)]

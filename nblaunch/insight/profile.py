@@ -328,7 +328,7 @@ class MatchedCalls:
 
     calls: Mapping[tuple[str, int, str], Mapping[int, CollectiveCall]]
     entries: Mapping[tuple[str, int, str], tuple[int, int]] = field(default_factory=dict)
-    """Of those that end together: when the last rank entered, and which."""
+    """Of operations that end on all ranks together: when the last rank entered, and its number."""
 
 
 def ends_together(operation: str) -> bool:

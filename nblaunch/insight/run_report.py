@@ -286,7 +286,7 @@ _COLUMNS_MERGED = 128
 
 
 def _output(tails: Tails, room: int) -> tuple[list[dict[str, Any]], str]:
-    """Return the last lines, as many as there is room for, and a note on those that are left out."""
+    """Return the last lines, as many as there is room for, and a note on omitted ones."""
     columns = {rank: lines for rank, lines in sorted(tails.lines.items()) if lines}
     if not columns or room <= 0:
         return [], "output: all of it; result.ranks[rank].stdout has it" if columns else ""
@@ -368,7 +368,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _cost(blocks: Sequence[Mapping[str, Any]]) -> int:
-    """Return what blocks take in the longer of the two forms."""
+    """Return the length of blocks in the longer of the two forms."""
     return max(len(_dumped(blocks)), sum(len(line) + 1 for line in _output_lines(blocks)))
 
 

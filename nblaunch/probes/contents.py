@@ -286,7 +286,7 @@ def _items(obj: Mapping[Any, Any]) -> Iterator[Part]:
 
 
 def _key_of(key: Any) -> tuple[str, Any, str]:
-    """Return what keys are sorted by, and how paths show them."""
+    """Return the sort key of a dict key, and its text in paths."""
     kind = type(key).__name__
     if type(key) in {int, str}:
         return kind, key, repr(key)
@@ -318,7 +318,7 @@ def _function(obj: types.FunctionType) -> TakenApart:
 
 
 def _code_bytes(code: types.CodeType) -> bytes:
-    """Return what a function does, without the places of its lines."""
+    """Return the digest of a code object, without line numbers."""
     constants = [
         _code_bytes(each)
         if isinstance(each, types.CodeType)

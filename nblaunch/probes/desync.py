@@ -116,7 +116,7 @@ class RowsOfRanks:
         return False
 
     def announced(self, head: bytes, slot: int, ranks: Sequence[int]) -> dict[int, tuple[bytes, Announced]]:
-        """Return what the ranks that are in the same collective have written: signatures, and words."""
+        """Return by rank what it announced of the same collective: signature, and words."""
         found = {}
         for rank in ranks:
             whole = self._whole(rank * _ROW_BYTES + slot * _SLOT_BYTES, head[:_SAME_COLLECTIVE])

@@ -48,7 +48,7 @@ class Holding:
         return getattr(self, ask.what)(*ask.arguments)
 
     def outline(self, names: Sequence[str], env: bool) -> tuple[Outline, ...]:  # noqa: FBT001 - from afar
-        """Return what there is of each name; with `env` of the surroundings, too."""
+        """Return an outline of each object; with `env` of the surroundings, too."""
         return (*map(self._outline, names), *([self._surroundings()] if env else []))
 
     def ranges(
@@ -83,7 +83,7 @@ class Holding:
         return {path: known for path, (known, _) in self._parts.items()}
 
     def shown(self, paths: Sequence[str]) -> dict[str, str]:
-        """Return what may be shown of these parts of the surroundings."""
+        """Return these parts of the surroundings as text, without secrets."""
         return {path: self._parts[path][1] for path in paths if path in self._parts}
 
     def end(self) -> None:

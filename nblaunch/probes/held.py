@@ -143,7 +143,7 @@ def _of_tensor(tensor: torch.Tensor, **known: str) -> HeldPart | None:
 
 
 def _of_object(value: object, **known: str) -> HeldPart | None:
-    """Return what an object that may be large has in the host's memory; None for all others."""
+    """Return the host memory of an object of a type that may be large; None for other types."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         return _of_tensor(value, **known)  # type: ignore[arg-type]

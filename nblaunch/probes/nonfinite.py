@@ -312,7 +312,7 @@ def _text(seen: Seen, found: NotFinite) -> str:
 
 
 def _counted(what: str, tensors: Iterable[torch.Tensor]) -> NotFinite | None:
-    """Return what is not finite in some tensors, None if all is."""
+    """Count the elements that are not finite; return None if all are finite."""
     bad = of = 0
     nan = False
     for each in tensors:

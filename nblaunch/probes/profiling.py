@@ -404,7 +404,7 @@ class HubClock:
         """In seconds: half of a round trip; None without any answer."""
 
     def offset(self, moment: int) -> int:
-        """Return what to add to a time of this rank's clock, in nanoseconds."""
+        """Return the hub's clock minus this rank's clock at a moment, in nanoseconds."""
         if not self._points:
             return 0
         (first, before), (last, after) = self._points[0], self._points[-1]

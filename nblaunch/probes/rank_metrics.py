@@ -34,7 +34,7 @@ _LAST_STEP = 2**63 - 1
 
 
 class NotLoggedError(NblaunchError, TypeError):
-    """What was logged is not a number, or its step is none; nothing of this call was logged."""
+    """The value is not a number, or the step is not a whole number; nothing of the call was logged."""
 
 
 class SendPoints(Protocol):

@@ -37,7 +37,7 @@ def end_job() -> None:
 
 
 def listen(listener: StepListener) -> None:
-    """Have `listener` called with the number of each step as it begins, None as the last one ends."""
+    """Call `listener` with the number of each step as it begins, and with None as the last one ends."""
     _listeners.append(listener)
 
 

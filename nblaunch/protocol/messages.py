@@ -659,7 +659,7 @@ _NODES_THERE = (EngineState.RUNNING, EngineState.ENDING, EngineState.ENDED)
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """An engine's report of the nodes that it places; the last report counts.
+    """The report of an `engine` about the nodes that it places; the last report counts.
 
     `state` is how far it is. `id` is its own name of the request (Slurm's number of the job), `hosts` are the
     hosts that it has granted. `words` and `reason` are the engine's own (`PENDING`, `Resources`), `place` is

@@ -108,7 +108,6 @@ def apply(prepare: Prepare, *, keep: bool) -> None:
 
 
 def _limit(which: int, soft: int, hard: int) -> None:
-    """Take over a limit of the notebook's, as far as this user may."""
     if resource.getrlimit(which) == (soft, hard):
         return
     try:

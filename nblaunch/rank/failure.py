@@ -187,7 +187,6 @@ def _variables(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def write_error_file(error: BaseException) -> None:
-    """Write torchelastic's `error.json`, as its `@record` does."""
     handlers = sys.modules.get("torch.distributed.elastic.multiprocessing.errors")
     if handlers is not None and isinstance(error, Exception):
         # For torch's own tools; the notebook gets the record.
@@ -248,7 +247,6 @@ def unwaited() -> Iterator[None]:
 
 
 def by_shape(tensor: torch.Tensor) -> str:
-    """Return a text of a tensor without its numbers."""
     return f"tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
 
 

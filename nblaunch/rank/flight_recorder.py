@@ -289,7 +289,6 @@ def _completed(entry: Mapping[str, Any]) -> bool:
 
 
 def _last(entries: list[dict[str, Any]], backend: str) -> dict[tuple[str, str], int]:
-    """Return the number of each group's last collective, by backend and torch's name of the group."""
     newest: dict[tuple[str, str], tuple[int, int]] = {}
     for entry in entries:
         if not entry.get("is_p2p"):

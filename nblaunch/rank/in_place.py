@@ -77,7 +77,6 @@ def torch_can() -> bool:
 
 
 def able() -> set[str]:
-    """Return the names of the registered backends of this torch that can."""
     plugins = distributed_c10d.Backend._plugins.items()  # noqa: SLF001 - torch names the backends only
     makers = {name.lower(): getattr(each.creator_fn, "__name__", "") for name, each in plugins}
     return {name for name, maker in makers.items() if maker in _makers()}
@@ -118,7 +117,6 @@ def all_can(told: Sequence[OwnGroups]) -> bool:
 
 
 def accept_groups() -> None:
-    """Have torch make groups from now on so that they can be formed again in place."""
     if not torch_can():
         return
     distributed_c10d._new_process_group_helper = _new_process_group  # noqa: SLF001 - as above
@@ -342,7 +340,6 @@ def _are_ours(groups: Iterable[Any]) -> bool:
 
 
 def _in_order(numbers: Mapping[int, int]) -> list[int]:
-    """Return the ranks of a group in the order of their numbers within it."""
     return sorted(numbers, key=numbers.__getitem__)
 
 

@@ -176,7 +176,6 @@ class Rank:
         )
 
     def live(self) -> int:
-        """Follow the hub's orders until `Leave`; return the exit code."""
         exitcode, abort = 1, False
         try:
             while True:
@@ -579,7 +578,6 @@ class Rank:
             self.link.send(msgspec.structs.replace(known, lost=lost))
 
     def _recover(self, order: wire.Recover) -> None:
-        """Make the rank ready for another job, and report whether it is."""
         recovered = functools.partial(wire.Recovered, rank=self.rank, number=order.number)
         cut = stacks.cutting(order.fds)
         try:

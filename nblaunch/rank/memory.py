@@ -58,7 +58,6 @@ class HostMeter:
         self._first_peak = known.peak if known is not None else 0
 
     def measure(self) -> tuple[int | None, int | None]:
-        """Return the bytes now, and at most since the job began."""
         known = resident_of()
         if known is None:
             return None, None

@@ -67,7 +67,6 @@ class OwnModules:
         )
 
     def note_loaded(self) -> None:
-        """Note what a job has loaded, to notice when that changes."""
         if not self._entries:
             return
         begins = tuple(f"{each}/" for each in self._entries)

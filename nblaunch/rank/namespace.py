@@ -307,7 +307,6 @@ class DeadVariables:
         return tuple(dead for dead, _ in self._dead)[:_MOST_NAMED]
 
     def names_of(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
-        """Return by which names the program knows these, and the models that they are for."""
         try:
             found = optimizer_steps.names(optimizers, self._things()) if optimizers else ()
         except Exception:  # noqa: BLE001 - a user's model may raise anything when it is examined

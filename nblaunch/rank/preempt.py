@@ -45,7 +45,6 @@ def _defined_again(known: object, function: object) -> bool:
 
 
 def forget(function: Callable[[float], object]) -> None:
-    """Remove a function; does nothing for one that is not there."""
     _functions[:] = [
         known for known in _functions if not (known == function or _defined_again(known, function))
     ]

@@ -458,7 +458,6 @@ def forget_store() -> int:
 
 
 def remember_agent_address(attempt: int) -> None:
-    """Note where the agent's store is, and which attempt this is."""
     global _agent_address, _attempt
     _attempt = attempt
     _agent_address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

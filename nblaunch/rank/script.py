@@ -120,7 +120,6 @@ def _file(path: str, main: types.ModuleType) -> types.CodeType:
 
 
 def _module(name: str, main: types.ModuleType) -> types.CodeType:
-    """Return the code of a module, or of a package's `__main__`."""
     sys.path.insert(0, str(Path.cwd()))
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:

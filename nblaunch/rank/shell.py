@@ -115,7 +115,6 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self) if fullname == _NOTEBOOK else None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Fill in the names of the real one that programs, and tqdm itself, import."""
         std: Any = importlib.import_module("tqdm.std")
 
         class TextBar(std.tqdm):  # type: ignore[misc]
@@ -253,13 +252,11 @@ class RankShell(InteractiveShell):
             compiler.filename, self.lines_above = None, 0
 
     def colored_traceback(self, error: BaseException, first: types.TracebackType | None) -> str:
-        """Return `error` as a notebook shows it, from frame `first` on."""
         formatter = self.SyntaxTB if isinstance(error, SyntaxError) else self.InteractiveTB
         lines = formatter.structured_traceback(type(error), error, first, tb_offset=0)
         return "\n".join(lines)
 
     def forget_error(self) -> None:
-        """Release the last exception wherever IPython and Python keep it."""
         self.last_execution_result = None
         self.InteractiveTB.tb = None
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
@@ -339,7 +336,6 @@ def _warm_up(made: RankShell) -> None:
 
 
 def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:
-    """Let `inspect.getsource` and tracebacks find the source of functions from the notebook."""
     names: dict[str, int] = prepare().compile._filename_map  # noqa: SLF001 - where IPython keeps "Cell In[3]"
     for filename, (title, source) in sources.items():
         number = title.removeprefix("Cell In[").removesuffix("]")

@@ -250,7 +250,6 @@ def capture_descriptors() -> None:
 
 
 def install(announce: Callable[[Offsets], None], report: Callable[[int], None]) -> None:
-    """Make descriptors 1 and 2 this process's `sys.stdout` and `sys.stderr`."""
     output.announce, output.report = announce, report
     for name, stream in (("stdout", Stream.STDOUT), ("stderr", Stream.STDERR)):
         made = _RankStream(stream)
@@ -299,7 +298,6 @@ def _pipe_for(stream: Stream) -> int:
 
 
 def _copy(reading: int) -> None:
-    """Copy the output of programs as soon as it arrives."""
     import select
 
     waiting = select.poll()

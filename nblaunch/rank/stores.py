@@ -34,7 +34,6 @@ class StoreNotes(ast.NodeTransformer):
         return noted
 
     def visit(self, node: ast.AST) -> Any:
-        """Transform a node, but for what has variables of its own."""
         return node if isinstance(node, _SCOPES) else super().visit(node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:

@@ -95,7 +95,6 @@ def concluded(error: BaseException, target: Target) -> Conclusion:
 
 
 def told_of(failure: RankFailure) -> Told | None:
-    """Return pytest's report of a rank's failure, None where it has not come."""
     told = getattr(failure.exception, TOLD, None)
     return told if isinstance(told, Told) else None
 
@@ -114,7 +113,6 @@ def _kind(failure: RankFailure) -> str:
 
 
 def _raised(failure: RankFailure, error: BaseException) -> BaseException:
-    """Return what the test raises in pytest's process: the rank's own exception where it could be sent."""
     sent = failure.exception
     if isinstance(sent, TestEndedError):
         return SystemExit(sent.reason) if sent.kind == "SystemExit" else pytest.fail.Exception(sent.reason)

@@ -233,7 +233,7 @@ def hang(state: RunState) -> Iterator[str]:
 
 
 def _curves(curves: Curves) -> Iterator[str]:
-    """Yield what ranks have logged: a drawing for each name, the same in words, a line for each rank."""
+    """Yield the logged numbers: a drawing for each name, the same in words, a line for each rank."""
     lines = curve_lines(curves)
     if not lines:
         return
@@ -288,7 +288,7 @@ def _shown(state: RunState, found: Blame) -> dict[int, _Shown]:
 
 
 def _rows(shown: Mapping[int, _Shown]) -> list[tuple[int, ...]]:
-    """Return the ranks of each row: those that are alike together, by as much as there is room for.
+    """Return the ranks of each row: ranks that are alike share one, as finely as there is room for.
 
     Last lines keep ranks apart only if that takes very few rows: they stand in the output, too.
     """
@@ -331,7 +331,7 @@ def _table(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> str:
 
 
 def _each_rank(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> str:
-    """Return what the rows do not tell: a row for each rank, of many ranks only which a row stands for."""
+    """Return a row for each rank where the shared rows hide something; of many ranks only their numbers."""
     if len(shown) <= _ROWS:
         differ = any(_differs([shown[rank] for rank in row]) for row in rows)
         every = [_cells([each], few=False) for each in shown.values()]

@@ -110,7 +110,7 @@ def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item
 
 
 def _weight(entries: Iterable[Entry]) -> int:
-    """Return what drawing these costs, in characters; a line costs as much as some characters."""
+    """Return the cost of drawing these, in characters; a line costs as much as some characters."""
     return sum(
         len(entry.text) + _LINE_WEIGHT * entry.text.count("\n")
         for entry in entries
@@ -226,7 +226,7 @@ def _draw(entries: Iterable[Entry]) -> list[Item]:
 
 
 def omission_text(omission: Omission, rank: int, *, errors: bool = False) -> str:
-    """Return what was left out of a rank's output, and where it is; `errors` for stderr."""
+    """Return a note on omitted output, and where to find it; `errors` for stderr."""
     parts = []
     if omission.lines:
         parts.append(f"{omission.lines} lines")
@@ -247,7 +247,7 @@ def only_errors(output: Folded) -> set[tuple[int, ...]]:
 
 
 def latest(transcript: Transcript, count: int) -> list[Entry]:
-    """Return the last `count` characters and displays of those that are kept, in order."""
+    """Return the last `count` characters and displays of the transcript, in order."""
     found: list[Entry] = []
     for entry in chain(reversed(transcript.tail), reversed(transcript.head)):
         if count <= 0:
@@ -285,7 +285,7 @@ def _is_shortened(found: list[Entry], transcript: Transcript) -> bool:
 
 
 def text_of(display: Display, kind: str) -> str:
-    """Return what a display holds of a MIME type, empty if that is no text or blank."""
+    """Return a display's text of a MIME type, empty if it is blank or not text."""
     text = display.data.get(kind)
     return text if isinstance(text, str) and text.strip() else ""
 

@@ -159,7 +159,7 @@ class Panel(anywidget.AnyWidget):
         )
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
-        """Return what a page receives; ipywidgets may call this on another thread than the one that draws."""
+        """Return the state for a page; ipywidgets may call this on another thread than the drawing one."""
         if key is None and self.comm is not None:
             # A page that comes later has not got the layout, and needs none.
             key = [each for each in self.keys if each != "layout"]

@@ -25,7 +25,7 @@ _LEAST_GAP = 1e-6
 
 
 class LogNews(TypedDict):
-    """Rows of the log that are new or have changed, and those that are gone.
+    """New and changed rows of the log, and the numbers of removed ones.
 
     A row is `[number, numbers of ranks, HTML, number of the row before it]`, None for what has not changed;
     without the last a new row is the last one. With a fifth element it says how much is left out.

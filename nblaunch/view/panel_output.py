@@ -237,7 +237,7 @@ class Feed:
         self._filled: float | None = None
 
     def news(self, state: RunState, now: float) -> Mapping[int, RankNews]:
-        """Return what is new, by rank; `now` is in seconds."""
+        """Return the new pieces by rank; `now` is in seconds."""
         if state.attempt.number != self._attempt:
             self._attempt, self._tails = state.attempt.number, {}
         news: dict[int, RankNews] = defaultdict(RankNews)

@@ -7,6 +7,7 @@ what its reader does: what is chosen, unfolded, focused.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -132,7 +133,7 @@ def state_word(state: State, phase: str = "") -> str:
 
 
 def short_host(host: str) -> str:
-    """Return what tells a host apart: not its domain, and the end of a long name.
+    """Return a short name of a host: without its domain, only the end of a long one.
 
     >>> short_host("gpu-node-001.cluster.example.org"), short_host("a-very-long-name-of-a-host-17")
     ('gpu-node-001', '…name-of-a-host-17')
@@ -199,7 +200,7 @@ def _appearance(known: RankState) -> tuple[object, ...]:
 
 
 def _card(known: RankState, ranks: RankNotes) -> str:
-    """Return what a rank's card has, but for what it uses and what it printed."""
+    """Return a rank's card without its usage and its output."""
     full = plain(ranks.hosts.get(known.rank, ""))
     host, device = short_host(full), plain(known.device or "")
     pid = "" if known.pid is None else f"pid {known.pid}"
@@ -235,7 +236,7 @@ _USAGE: tuple[tuple[str, Callable[[RankState], float | None]], ...] = (
 
 
 def usage_of(ranks: Sequence[RankState]) -> str:
-    """Return what ranks use, as ranges where they differ: `CPU 88-96 % · 231-240 MiB`."""
+    """Return the usage of some ranks, as ranges where they differ: `CPU 88-96 % · 231-240 MiB`."""
     parts: list[str] = []
     for name, figure in _USAGE:
         running = (known for known in ranks if "peak" in name or not known.state.final)
@@ -255,7 +256,10 @@ def usage_of(ranks: Sequence[RankState]) -> str:
 
 # Many ranks: a row for those that are alike, and a map with a cell for each.
 
-_ORDER = (State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED, State.RUNNING, State.STARTING, State.INIT)
+_ORDER = (
+    *(State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED),
+    *(State.RUNNING, State.STARTING, State.INIT, State.SUCCEEDED),
+)
 _SPOKEN = 40
 
 
@@ -268,9 +272,8 @@ def groups_of(ranks: RankNotes) -> dict[tuple[object, ...], list[RankState]]:
         groups.setdefault((known.state, ranks.why.get(rank, ""), mark), []).append(known)
 
     def place(group: tuple[tuple[object, ...], list[RankState]]) -> tuple[int, bool, int]:
-        (state, why, _), (first, *_) = group
-        order = _ORDER.index(state) if isinstance(state, State) and state in _ORDER else len(_ORDER)
-        return order, str(why).startswith("consequence"), first.rank
+        (_, why, _), (first, *_) = group
+        return _ORDER.index(first.state), str(why).startswith("consequence"), first.rank
 
     return dict(sorted(groups.items(), key=place))
 
@@ -311,7 +314,10 @@ def _alike(keys: Iterable[str]) -> str:
 def _map(hosts: Mapping[str, Sequence[int]], count: int) -> str:
     """Return the map, a row for each host; a dense one says once what the hosts' names begin with."""
     names = [short_host(name) for name in hosts if name]
-    skipped = _common_start(names) if count > _DENSE and len(names) > 1 else ""
+    skipped = ""
+    if count > _DENSE and len(names) > 1:
+        # A number stays whole.
+        skipped = os.path.commonprefix(names).rstrip("0123456789")  # noqa: RUF071 - no paths
     kinds = [
         "nblaunch-map",
         "nblaunch-numbered" if count <= _NUMBERED else "",
@@ -334,17 +340,6 @@ def _map(hosts: Mapping[str, Sequence[int]], count: int) -> str:
         f'style="--nblaunch-columns:{columns};--nblaunch-name:{longest}ch">{"".join(rows)}</div>'
         '<div class="nblaunch-about" data-own aria-hidden="true"></div>'
     )
-
-
-def _common_start(names: Sequence[str]) -> str:
-    """Return what all of these begin with; a number stays whole.
-
-    >>> _common_start(["gpu-node-017", "gpu-node-018"])
-    'gpu-node-'
-    """
-    low, high = min(names), max(names)
-    same = next((at for at, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    return low[:same].rstrip("0123456789")
 
 
 def _cells(numbers: Iterable[int], ranks: RankNotes, *, numbered: bool) -> str:
@@ -401,9 +396,8 @@ def _head(state: RunState, header: summary.Header) -> str:
 
 
 def _counts(state: RunState) -> str:
-    order = (*_ORDER, State.SUCCEEDED)
     states = [known.state for known in state.ranks.values()]
-    counts = [(word, states.count(word)) for word in order if word in states]
+    counts = [(word, states.count(word)) for word in _ORDER if word in states]
     told = ", ".join(f"{count} {word}" for word, count in counts)
     bar = "".join(
         f'<span class="nblaunch-part nblaunch-{word}" style="flex-grow:{count}"></span>'
@@ -427,7 +421,7 @@ def _counts(state: RunState) -> str:
 
 
 class Parts:
-    """The parts that the page has, and those that have changed: drawn when there is room to send them.
+    """The parts of the page, and changed parts that are drawn once there is room to send them.
 
     What matters first is sent first, of the rest what has waited longest.
     """
@@ -445,7 +439,7 @@ class Parts:
         return bool(self._waiting)
 
     def change(self, key: str, draw: Callable[[], str], *, urgent: bool = False) -> None:
-        """Have a part drawn anew; an urgent one is sent at once."""
+        """Mark a part as changed; an urgent one is sent at once."""
         (self._urgent if urgent else self._waiting)[key] = draw
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -459,7 +453,7 @@ class Parts:
         self._room -= size
 
     def send(self, now: float) -> dict[str, str | None]:
-        """Return what has changed, by key, as far as there is room; None for a part that is gone."""
+        """Return the changed parts by key, as far as there is room; None for a part that is gone."""
         if self._filled is not None:
             self._room = min(self._room + BYTES_PER_SECOND * (now - self._filled), _BURST)
         self._filled = now
@@ -526,7 +520,7 @@ class Drawing:
         self._lock = threading.Lock()
 
     def changes(self, state: RunState, now: float) -> Delta | None:
-        """Return what has changed since the last call, or None."""
+        """Return the changes since the last call, or None."""
         with self._lock:
             busy = self._feed.busy or self._parts.busy
             if state is self._seen and now < self._due and not busy:
@@ -554,7 +548,7 @@ class Drawing:
             )
 
     def curves(self, state: RunState) -> Curves:
-        """Return what ranks have logged up to this state."""
+        """Return the logged numbers up to this state."""
         with self._lock:
             self._curves.update(state.metrics)
             return self._curves
@@ -643,7 +637,7 @@ class Drawing:
             parts.change(key, partial(_group, known, self._ranks), urgent=True)
 
     def _note_values(self, state: RunState, changed: set[int]) -> None:
-        """Draw the values when one is new: those that differ, and those that are more than a short text."""
+        """Draw the values when one is new."""
         if not any(state.ranks[rank].value_text or state.ranks[rank].value_html for rank in changed):
             return
         values = {

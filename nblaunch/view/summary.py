@@ -104,7 +104,7 @@ def traceback_text(failure: FailureRecord) -> str:
 
 
 def held_text(failure: FailureRecord) -> str:
-    """Return what a rank held that ran out of memory, a line for each part; empty for other failures."""
+    """Return the memory held by a rank that ran out of it, a line for each part; empty for other failures."""
     return _stable(shortened("\n".join(held_lines(failure.held)), TRACEBACK_COST))
 
 
@@ -115,7 +115,7 @@ def attempt_line(attempt: AttemptState, found: Blame) -> str:
 
 
 def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
-    """Return the latest attempts before this one, and a line about those that are left out."""
+    """Return the latest attempts before this one, and a note on omitted ones."""
     shown = list(state.earlier[-_ATTEMPTS_SHOWN:])
     left_out = len(state.earlier) - len(shown)
     return shown, f"… {left_out} attempts left out …" if left_out else ""
@@ -173,7 +173,7 @@ def _stable(text: str) -> str:
 
 
 def waits(state: RunState) -> dict[int, str]:
-    """Return what each rank that the run waits for is doing, and since when it has been interrupted."""
+    """Return by rank, of ranks that the run waits for, their activity and the time since the interrupt."""
     if state.doing:
         return dict.fromkeys(sorted(state.ranks), state.doing)
     return {
@@ -184,7 +184,7 @@ def waits(state: RunState) -> dict[int, str]:
 
 
 def finishing(state: RunState) -> dict[int, str]:
-    """Return what each rank still does whose job is done."""
+    """Return by rank the activity after the end of its job."""
     return {
         rank: f"is finishing: {shortened(plain(known.finishing), REASON_COST)}"
         for rank, known in sorted(state.ranks.items())
@@ -216,7 +216,7 @@ def host_lines(state: RunState) -> list[str]:
 
 
 def headline(state: RunState, title: str, backend: str) -> str:
-    """Return what ran where: `cell · 8 ranks · gloo`; of nodes that are awaited, neither is known.
+    """Return title, ranks and backend: `cell · 8 ranks · gloo`; before the nodes have come, the title alone.
 
     >>> headline(RunState.fresh(2), "cell", "gloo")
     'cell · 2 ranks · gloo'

@@ -274,7 +274,7 @@ class LiveLines:
 
     @property
     def unfinished(self) -> str:
-        """Return what the lowest rank is writing on, such as a progress bar; empty if none is."""
+        """Return the unfinished line of the lowest rank that has one, such as a progress bar; else empty."""
         for (rank, _), held in sorted(self._held.items()):
             lines = [line.strip() for line in held.text.split("\n")]
             if any(lines):

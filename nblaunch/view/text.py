@@ -51,12 +51,12 @@ def render_text(
 
 
 def render_output(state: RunState) -> str:
-    """Return what the ranks wrote, as `render_text` has it above the ending; empty if they wrote nothing."""
+    """Return the output of the ranks, as `render_text` has it above the ending; empty without output."""
     return "\n".join(_output_lines(folded(state)))
 
 
 def render_ending(state: RunState, header: summary.Header) -> str:
-    """Return what `render_text` has below the output: what was logged, values and failures."""
+    """Return the part of `render_text` below the output: logged numbers, values and failures."""
     return "\n".join(list(_ending_lines(state)) or [_title(state, header)])
 
 

@@ -347,16 +347,6 @@ def test_the_files_are_kept_young_however_busy_the_keeper_is(start, eventually, 
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_has_just_been_killed_is_noticed_by_the_next_fork(start):
-    tree = start()
-    first, _ = tree.ask("fork()")
-    os.kill(tree.server, signal.SIGKILL)
-    second, _ = tree.ask("fork()")
-    assert second in tree.alive()
-    assert first not in tree.alive()
-
-
-@pytest.mark.slow
 def test_the_runtime_can_end_a_fork_server_that_does_not_answer(start):
     tree = start()
     tree.ask("fork()")

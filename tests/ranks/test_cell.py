@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from lanes import sampled
@@ -320,16 +319,6 @@ def test_a_log_directory_keeps_each_ranks_streams(kernel, tmp_path):
         assert str(out).startswith(kept)
         assert f"to stdout {rank}\n" in out.read_text()
         assert f"to stderr {rank}\n" in err.read_text()
-
-
-def test_a_private_log_directory_goes_with_the_last_result(kernel, eventually):
-    kernel.ok("%%distributed -n 2 --out res\nprint('kept for now')")
-    directory = Path(kernel.value("str(res.log_dir)"))
-    assert kernel.value("[each.stdout for each in res.ranks]") == ["kept for now\n"] * 2
-    kernel.ok("other = res\ndel res, _")
-    assert directory.is_dir()
-    kernel.forget()
-    eventually(lambda: not directory.exists(), "the directory is gone")
 
 
 # --- syntax errors ---------------------------------------------------------------------------------

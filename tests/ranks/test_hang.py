@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos import failing, must_work, on_ranks, usual
+from chaos import failing, must_work, on_ranks, soon, usual
 from lanes import sampled
 from torch import distributed
 
@@ -42,7 +42,7 @@ def hanging(job, nproc, **options):
     assert isinstance(report, HangReport)
     assert failed.seconds >= seconds
     # The ranks are asked for a second at most, and gone a second after they have been told to end.
-    assert failed.seconds < seconds + 1.0 + 1.0 + 2 + 3 * usual(nproc)
+    assert soon(failed.seconds, nproc, seconds + 1.0 + 1.0)
     assert failed.result.root_cause is None
     assert failed.result.hang_report is report
     return report, str(failed.error)

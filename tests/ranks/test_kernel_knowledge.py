@@ -74,14 +74,6 @@ def steps(notebook, *cells):
 # --- rule 2: a name bound anew is taken ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "made",
-    sampled(["it = [1]", "it = 5000", "class It: pass\nit = It()", "import numpy; it = numpy.ones(3)"]),
-)
-def test_none_in_place_of_an_object_is_taken(notebook, made):
-    steps(notebook, made, ("it is None", False), "it = None", ("it is None", True))
-
-
 @pytest.mark.parametrize("same", sampled(["0", "True", "'eval'", "None", "()"]))
 def test_a_variable_that_is_bound_again_to_the_same_object_is_noticed_where_the_ranks_have_their_own(
     notebook, same
@@ -189,22 +181,6 @@ def test_looking_at_what_a_cell_binds_leaves_its_variables_as_they_are(notebook)
 
 
 # --- classes of a notebook are one object --------------------------------------------------------------
-
-
-def test_a_classs_state_on_the_ranks_outlives_what_comes_of_it(notebook):
-    steps(
-        notebook,
-        "class A:\n    n = 0\n    def count(self): type(self).n += 1\na = A()\na.count()",
-        ("A().count(); A().count(); A().count(); A.n", 4),
-        "b = A()",
-        ("b is not None, A.n, type(b) is A", (True, 4, True)),
-        "class Sub(A): pass",
-        ("Sub.n, Sub.__mro__[1] is A", (4, True)),
-        "def f(): return A.n",
-        ("f()", 4),
-        "class Holder:\n    def __init__(self): self.kept = A\nholder = Holder()",
-        ("holder.kept is A, holder.kept.n", (True, 4)),
-    )
 
 
 MODEL = """
@@ -317,52 +293,6 @@ def test_a_change_behind_a_class_a_partial_or_a_default_is_noticed_and_can_be_pu
 )
 def test_what_was_not_changed_gives_no_notice(notebook, cells):
     steps(notebook, *cells)
-
-
-# --- closures, partials ----------------------------------------------------------------------------------
-
-
-def test_closures_over_one_variable_share_it_from_cell_to_cell(notebook):
-    steps(
-        notebook,
-        """
-        def make():
-            n = 0
-            def inc():
-                nonlocal n
-                n += 1
-                return n
-            def get():
-                return n
-            return inc, get
-        inc, get = make()
-        """,
-        ("inc(); inc()", 2),
-        ("get()", 2),
-        ("inc(), get()", (3, 3)),
-    )
-
-
-@pytest.mark.parametrize(
-    "made",
-    sampled(
-        [
-            "import functools\ng = functools.partial(f, 2)",
-            "class C:\n    def m(self): return f(2)\ng = C().m",
-            "g = (lambda kept: lambda: kept(2))(f)",
-            "class C:\n    @property\n    def p(self): return f(2)\nc = C()\ndef g(): return c.p",
-            "def g(*, f=f): return f(2)",
-            "import functools\ng = functools.partial(functools.partial(f), x=2)",
-            "from collections import defaultdict\nd = defaultdict(lambda: f(2))\ndef g(): return d[0]",
-        ],
-        2,
-    ),
-    ids=["partial", "method", "closure", "property", "default", "partials", "factory"],
-)
-def test_a_name_that_is_defined_later_is_found_behind_whatever_holds_a_function(notebook, made):
-    notebook(f"def f(x): return x * SCALE\n{made}")
-    assert notebook.kernel.fails("%%distributed\ng()").evalue.count("NameError: name 'SCALE'")
-    steps(notebook, "SCALE = 10", ("g()", 20), "SCALE = 7", ("SCALE", 7))
 
 
 # --- names that IPython binds ----------------------------------------------------------------------------

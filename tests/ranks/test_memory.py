@@ -156,31 +156,6 @@ def test_a_tensor_comes_back_with_dtype_shape_strides_and_writable(call, tensor)
             assert not back.any()
 
 
-ARRAYS = {
-    "float64": np.arange(6000.0).reshape(60, 100),
-    "fortran order": np.asfortranarray(np.arange(6000.0).reshape(60, 100)),
-    "every third": np.arange(9000)[::3],
-    "big endian": np.arange(3000, dtype=">i4"),
-    "structured": np.zeros(1000, dtype=[("a", "i4"), ("b", "f8", 2)]),
-    "text": np.array(["a", "bc"] * 2000),
-    "objects": np.array([{"a": 1}, None], dtype=object),
-    "dates": np.arange("2024-01-01", "2024-03-01", dtype="datetime64[h]"),
-    "empty": np.empty((0, 3)),
-    "large": np.arange(float(LARGE)),
-}
-
-
-@pytest.mark.slow_at("run")
-@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
-def test_an_array_comes_back_with_dtype_and_order_and_writable(call, array):
-    for back in call(lambda: array):
-        assert (back.dtype, back.shape) == (array.dtype, array.shape)
-        assert np.array_equal(back, array)
-        assert back.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
-        assert back.flags.writeable
-        back[...] = back[::-1].copy()
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [100, 100_000, LARGE], ids=["inline", "copied", "mapped"])
 def test_views_of_one_tensor_stay_views_of_one_tensor(call, size):

@@ -256,13 +256,6 @@ def test_terminal_ipython_runs_functions_that_were_typed_into_it(tmp_path):
 
 
 @pytest.mark.full
-def test_terminal_ipython_runs_a_file_given_to_it(terminal):
-    done = terminal(["import nblaunch", "def job(): return 6", "print(nblaunch.run(job, nproc=2).values)"])
-    assert done.returncode == 0, done.stderr
-    assert "[6, 6]" in done.stdout
-
-
-@pytest.mark.full
 def test_the_first_run_may_come_from_a_thread_that_ends_before_the_second(script):
     """What a rank's life hangs on is the process that started it, not the thread."""
     done = script(

@@ -80,29 +80,10 @@ def test_nothing_of_200_000_lines_is_lost_or_moved():
         assert err == "".join(f"{rank} {number}\n" for number in range(0, LINES, 1000))
 
 
-def test_a_megabyte_without_a_line_break_is_kept():
-    def job():
-        print("x" * 1_000_000, end="")
-
-    assert printed(job) == [("x" * 1_000_000, "")]
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "no line break",
-        "\n",
-        "\n\n",
-        "naïve \N{SNOWMAN} \N{ROCKET}",
-        "a\rb\r\nc",
-        "tab\t\0\x1b[31mred\x1b[0m",
-        "\N{ROCKET}" * 40_000,
-    ],
-    ids=["nothing", "no break", "break", "breaks", "unicode", "carriage returns", "control", "wide"],
-)
-def test_text_arrives_as_it_was_printed(text):
+def test_text_arrives_as_it_was_printed():
+    text = "\n\na\rb\r\nc, tab\t\0\x1b[31mred\x1b[0m, na\xefve \N{SNOWMAN}" + "\N{ROCKET}" * 200_000
+
     def job():
         sys.stdout.write(text)
         sys.stderr.write(text)
@@ -129,20 +110,6 @@ def test_a_character_cut_by_two_writes_is_whole():
         os.write(1, second)
 
     assert printed(job) == [("\N{SNOWMAN}\n", "between\n")]
-
-
-def test_threads_and_processes_of_a_rank_print_too():
-    def job():
-        thread = threading.Thread(target=print, args=("from a thread",))
-        thread.start()
-        thread.join()
-        pid = os.fork()
-        if pid == 0:
-            print("from a fork")
-            os._exit(0)
-        os.waitpid(pid, 0)
-
-    assert printed(job) == [("from a thread\nfrom a fork\n", "")]
 
 
 @pytest.mark.quick
@@ -216,14 +183,3 @@ def test_displays_of_a_function_are_in_the_result():
     assert (second.data, second.metadata) == ({"text/plain": "kept"}, {"text/plain": {"more": 1}})
     assert third.data["image/png"].strip() == "iVBORw0KGgo="
     assert result.ranks[1].displays == ()
-
-
-def test_an_ended_run_gives_nothing_to_the_next_one():
-    def noisy():
-        print("first")
-
-    def silent():
-        return 1
-
-    nblaunch.run(noisy, nproc=2)
-    assert printed(silent, nproc=2) == [("", ""), ("", "")]

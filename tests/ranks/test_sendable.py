@@ -636,7 +636,6 @@ def test_gradients_and_hooks_of_tensors_modules_and_optimizers_travel(notebook):
     )
 
 
-@pytest.mark.quick
 def test_gradients_and_hooks_travel_to_fresh_ranks_and_home(kernel):
     kernel.run(HOOKED)
     assert kernel.fresh(STEP) == (STEPPED, [])

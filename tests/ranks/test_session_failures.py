@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from chaos import bound, on_ranks, usual, wait_for_the_others
+from chaos import on_ranks, soon, usual, wait_for_the_others
 from lanes import full, sampled
 from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
@@ -107,7 +107,7 @@ def failing(session: nblaunch.Session, job: Any, **keywords: Any) -> nblaunch.Ru
     run = session.cell if isinstance(job, str) else session.run
     with pytest.raises(nblaunch.RunFailedError) as caught:
         run(job, **keywords)
-    assert time.monotonic() - started < bound(2, SETTLED)
+    assert soon(time.monotonic() - started, 2, SETTLED)
     assert caught.value.result is not None
     return caught.value
 

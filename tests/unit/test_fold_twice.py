@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from shown_runs import run_of
 from test_lifecycle_machine import EVENTS, GONE, PREPARE, RANKS, Group, World, attempt, exited, raised
 from test_state import HISTORIES, folded
 
@@ -168,22 +169,29 @@ def test_a_state_arrives_as_it_is(messages):
     assert decode_state(encode(state)) == state
 
 
+def run_that_says(text):
+    """Return a run in which everything that ranks can say is `text`."""
+    frame = wire.FrameRecord(text, 3, text, text, {text: text})
+    failure = wire.FailureRecord(
+        type=text, message=text, traceback=text, colored=text, frames=(frame,), time=5.0, phase=wire.Phase.JOB
+    )
+    return run_of(
+        3,
+        wire.Noticed(text=text),
+        *(wire.Entered(rank=rank, phase=wire.Phase.READY, device=text) for rank in range(3)),
+        *(wire.Started(rank=rank, time=1.0) for rank in range(3)),
+        *(wire.Printed(rank=rank, stream=stream, text=text) for rank, stream in enumerate(wire.Stream)),
+        wire.Displayed(rank=0, data={"text/plain": text, text: text}, metadata={text: text}),
+        wire.Displayed(rank=0, data={"image/png": text, "text/latex": text}),
+        wire.Returned(rank=0, value=wire.Payload(sizes=()), time=2.0, text=text),
+        *(wire.Raised(rank=rank, failure=failure) for rank in (1, 2)),
+    )
+
+
 @given(ANY_TEXT)
 @example("\udcff")
 def test_a_state_arrives_whatever_ranks_have_said(text):
-    frame = wire.FrameRecord(text, 3, text, text, {text: text})
-    failure = wire.FailureRecord(
-        type=text, message=text, traceback=text, colored=text, frames=(frame,), time=5.0
-    )
-    said = [
-        wire.Noticed(text=text),
-        wire.Entered(rank=0, phase=wire.Phase.READY, device=text),
-        wire.Printed(rank=1, stream=wire.Stream.STDERR, text=text),
-        wire.Displayed(rank=0, data={"text/plain": text, text: text}, metadata={text: text}),
-        wire.Returned(rank=0, value=wire.Payload(sizes=()), time=2.0, text=text),
-        wire.Raised(rank=1, failure=failure),
-    ]
-    state = folded(said, RunState.fresh(3))[-1]
+    state = run_that_says(text)
     later = advance(state, attempt(1, 3))
     for each in (state, later, advance(later, LocatedAll(report=REPORT))):
         assert decode_state(encode(each)) == each

@@ -18,7 +18,7 @@ from nblaunch.protocol.messages import (
     Waiting,
     Where,
     encode,
-)  # fmt: skip
+)
 from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import Drawing, RankNotes

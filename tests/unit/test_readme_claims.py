@@ -37,7 +37,7 @@ CLAIMS = {
     ),
     "A failed run raises the error of the rank that failed first, with the line of the cell.": (
         "tests/ranks/test_run_failures.py::test_the_error_names_the_rank_the_exception_and_the_users_own_line",
-        "tests/ranks/test_run_failures.py::test_a_rank_that_dies_while_others_wait_for_it_is_the_root_cause",
+        "tests/ranks/test_chaos.py::test_a_rank_that_dies_while_the_others_sit_in_all_reduce",
         "tests/ranks/test_pages.py::test_the_examples_of_a_page_show_what_is_written_below_them",
     ),
     "With `--timeout`, or when you interrupt it, a run that hangs says which rank has not begun which "

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shown_runs import returned, run_of
 
 from nblaunch.diagnose.hang import report as hang_report
 from nblaunch.protocol.messages import (
@@ -24,13 +25,11 @@ from nblaunch.protocol.messages import (
     FrameRecord,
     JobAssigned,
     Measured,
-    Payload,
     Phase,
     Printed,
     Raised,
     RankPlace,
     Reached,
-    Returned,
     Started,
     Stream,
     Usage,
@@ -143,17 +142,6 @@ def err(text, rank=0):
 
 def figure(rank=0, data=None, **more):
     return Displayed(rank=rank, data=data or FIGURE, **more)
-
-
-def run_of(world_size, *messages):
-    state = RunState.fresh(world_size)
-    for message in (*(Started(rank=rank, time=1.0) for rank in range(world_size)), *messages):
-        state = advance(state, message)
-    return state
-
-
-def returned(rank, text="", html=""):
-    return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text, html=html)
 
 
 # --- lines -------------------------------------------------------------------------------------------------
