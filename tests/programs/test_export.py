@@ -660,7 +660,6 @@ def exported(kernel, cell: str, *setup: str, line: str = "-n 2") -> str:
     return str(kernel.value("__import__('pathlib').Path('train.py').read_text()"))
 
 
-@pytest.mark.quick
 def test_the_page_about_cells_shows_the_script_of_the_readme_s_cell(kernel, there):
     root = Path(__file__).parents[2]
     page = (root / "notebooks" / "docs" / "cells.md").read_text()

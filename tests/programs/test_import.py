@@ -118,7 +118,6 @@ NOTEBOOK = (
 )
 
 
-@pytest.mark.quick
 def test_a_notebook_loads_neither_torch_nor_zmq_nor_what_runs_in_the_runtime():
     """A kernel has zmq of its own; this shell has none, so it would be ours."""
     code = (

@@ -82,7 +82,6 @@ def test_a_variable_that_a_rank_cannot_load_fails_the_cell(kernel, kind):
     assert kernel.value("res.values") == [[2], [2]]
 
 
-@pytest.mark.quick
 @KINDS
 def test_a_value_that_the_notebook_cannot_load_fails_its_rank(kernel, kind):
     error = kernel.fails("%%distributed -n 2 --out res\nHomesick(KIND) if rank else 'well'")

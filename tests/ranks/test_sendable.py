@@ -525,7 +525,6 @@ def test_compiled_functions_and_modules_are_compiled_again_with_their_options(ke
 # --- refused, with a way that works -------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_what_cannot_be_sent_is_refused_with_a_way_that_works(kernel, tmp_path):
     kernel.run("""
         import numpy, torch
