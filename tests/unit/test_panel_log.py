@@ -155,11 +155,12 @@ def test_lines_of_all_ranks_stand_between_lines_of_single_ranks_also_when_one_is
     ]
 
 
-def test_a_blank_line_does_not_keep_the_lines_after_it_from_being_shared():
+@pytest.mark.parametrize("blank", ["", '<em title="stderr" style="x">  </em>', '<span style="x"> </span>'])
+def test_a_blank_line_does_not_keep_the_lines_after_it_from_being_shared(blank):
     """Rank 1 has a blank line early; the next one of rank 0 is far below."""
     told = Told()
-    told.tell({0: numbered(["a", "b", "c", "", "d"])})
-    shown = told.tell({1: numbered(["a", "", "b", "c", "d"])})
+    told.tell({0: numbered(["a", "b", "c", blank, "d"])})
+    shown = told.tell({1: numbered(["a", blank, "b", "c", "d"])})
     assert [line for ranks, line in shown if ranks == "0-1"] == ["a", "b", "c", "d"]
 
 
