@@ -21,12 +21,12 @@ import msgspec
 from nblaunch import _errors
 from nblaunch._help import FailureKind
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol import messages as wire
+from nblaunch.protocol import messages
 from nblaunch.protocol.reports import HangReport
 
 CLIENT_PROTOCOL = 9
 """Raised with every change of a message below: a client of another version is refused."""
-PROTOCOL = CLIENT_PROTOCOL * 1000 + wire.PROTOCOL_VERSION
+PROTOCOL = CLIENT_PROTOCOL * 1000 + messages.PROTOCOL_VERSION
 """The version that a client and a runtime compare: clients get messages of ranks unchanged."""
 
 
@@ -108,7 +108,7 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: int
-    dispatches: tuple[tuple[tuple[int, ...], wire.Dispatch], ...]
+    dispatches: tuple[tuple[tuple[int, ...], messages.Dispatch], ...]
     state: bytes
     title: str
     options: LaunchOptions
@@ -116,7 +116,7 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Its result is never shown."""
     usage: bool = False
     """Whether ranks are measured while it runs."""
-    code: wire.CodeManifest | None = None
+    code: messages.CodeManifest | None = None
     """The notebook's own modules, for ranks on other machines."""
     query: bool = False
     """It only queries a rank: a client that watches may submit it, and the jobs of others wait for it."""
@@ -129,8 +129,8 @@ class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
     local_rank: int
     stdout: str
     stderr: str
-    started: wire.Offsets = wire.Offsets()
-    ended: wire.Offsets | None = None
+    started: messages.Offsets = messages.Offsets()
+    ended: messages.Offsets | None = None
 
 
 class EarlyEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +220,7 @@ class SessionRecord(msgspec.Struct, frozen=True):
     backend: str = ""
     attempt: int = 0
     ranks: tuple[RankStatus, ...] = ()
-    engine: wire.EngineStatus | None = None
+    engine: messages.EngineStatus | None = None
     detached: bool = False
     started: float = 0.0
     running: str = ""
@@ -324,7 +324,7 @@ class Opened(AnswerToClient, frozen=True):
     session: str = ""
     options: LaunchOptions | None = None
     """Of a session to which the client attaches; so is what follows."""
-    names: tuple[wire.Names, ...] = ()
+    names: tuple[messages.Names, ...] = ()
     """The variables that its ranks have."""
     held_by: ClientRecord | None = None
     """Another client, the owner: this one watches."""
@@ -338,7 +338,7 @@ class JobSnapshot(AnswerToClient, frozen=True):
     job: JobRecord
     state: bytes
     options: LaunchOptions
-    questions: tuple[wire.Asked, ...] = ()
+    questions: tuple[messages.Asked, ...] = ()
     end: JobEnd | None = None
     logs: dict[int, tuple[RankLogFiles, ...]] = {}
     """Until its end: the log files by attempt; those of ranks that go on end where the state does."""
@@ -426,7 +426,7 @@ class OpenRanks(Request[Opened], frozen=True):
 
     session: str
     options: LaunchOptions
-    prepare: wire.Prepare
+    prepare: messages.Prepare
     backends: tuple[str, ...] = ()
     name: str = ""
     detached: bool = False
@@ -469,7 +469,7 @@ class Reply(_ByNumber[Done], frozen=True):
     """Answer a rank's question."""
 
     rank: int
-    answer: wire.Answer
+    answer: messages.Answer
 
 
 class CloseSession(_ByKey[Done], frozen=True):
@@ -592,7 +592,7 @@ class JobRefreshed(_Unasked, frozen=True):
 
     job: int
     state: bytes
-    questions: tuple[wire.Asked, ...] = ()
+    questions: tuple[messages.Asked, ...] = ()
     logs: dict[int, tuple[RankLogFiles, ...]] = {}
 
 
@@ -606,14 +606,14 @@ class Question(_Unasked, frozen=True):
     """A rank asks the user something."""
 
     job: int
-    asked: wire.Asked
+    asked: messages.Asked
 
 
 class NamesChanged(_Unasked, frozen=True):
     """The variables of a session's rank have changed."""
 
     session: str
-    names: wire.Names
+    names: messages.Names
 
 
 class RanksReplaced(_Unasked, frozen=True):
@@ -658,7 +658,7 @@ RuntimeEvent = (
     | RanksRenumbered
     | SessionEnded
     | OwnerChanged
-    | wire.Noticed
+    | messages.Noticed
 )
 
 
@@ -668,15 +668,15 @@ _event: msgspec.msgpack.Decoder[RuntimeEvent] = msgspec.msgpack.Decoder(RuntimeE
 
 
 def decode_request(data: bytes, sender: str) -> ClientRequest:
-    return wire.decoded(_request, data, sender)
+    return messages.decoded(_request, data, sender)
 
 
 def decode_note(data: bytes, sender: str) -> ClientNote:
-    return wire.decoded(_note, data, sender)
+    return messages.decoded(_note, data, sender)
 
 
 def decode_answer(data: bytes, request: type[Request[AnswerT]], sender: str) -> AnswerT | RequestFailed:
-    answer: AnswerT | RequestFailed = wire.decoded(_answers_to(request), data, sender)
+    answer: AnswerT | RequestFailed = messages.decoded(_answers_to(request), data, sender)
     return answer
 
 
@@ -688,4 +688,4 @@ def _answers_to(request: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
 
 
 def decode_event(data: bytes, sender: str) -> RuntimeEvent:
-    return wire.decoded(_event, data, sender)
+    return messages.decoded(_event, data, sender)

@@ -15,13 +15,13 @@ from typing import Protocol, Self, TypeAlias, assert_never
 import msgspec
 from msgspec.structs import asdict, replace
 
-from nblaunch.protocol import messages as wire
+from nblaunch.protocol import messages
 from nblaunch.protocol.metrics import MetricLog, logged, next_attempt
 from nblaunch.protocol.ranks import Blocks
 from nblaunch.protocol.reports import HangReport, LocatedAll, awaited_nodes, format_ranks
 from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
 
-Message: TypeAlias = wire.FromRank | wire.AboutRank | LocatedAll
+Message: TypeAlias = messages.FromRank | messages.AboutRank | LocatedAll
 """A message that `advance` folds."""
 
 
@@ -62,29 +62,29 @@ class RankState(msgspec.Struct, frozen=True, gc=False):
     device: str = ""
     pid: int | None = None
     state: State = State.INIT
-    phase: wire.Phase = wire.Phase.FORK
+    phase: messages.Phase = messages.Phase.FORK
     transcript: Transcript = Transcript()
-    value: wire.Payload | None = None
+    value: messages.Payload | None = None
     value_text: str = ""
     value_html: str = ""
     value_not_sent: str = ""
     """Why the value is only shown."""
-    failure: wire.FailureRecord | None = None
+    failure: messages.FailureRecord | None = None
     exitcode: int | None = None
     started: float | None = None
     ended: float | None = None
     warning: str = ""
-    usage: wire.Usage | None = None
+    usage: messages.Usage | None = None
     """Its last measured use of resources; only while a view shows it."""
     peak_gpu_memory: int | None = None
     """The most bytes that torch had allocated on a GPU, once the job has ended."""
-    memory: wire.MemoryUse | None = None
+    memory: messages.MemoryUse | None = None
     """Its use of memory, once the job has ended."""
     collectives: int | None = None
     """How many collectives of the default group it had begun then."""
     unwritten: int = 0
     """How many bytes of its output were lost to a full disk."""
-    profile: wire.Payload | None = None
+    profile: messages.Payload | None = None
     """Its profile, with `--profile`; see `Profiled`."""
     waiting: str = ""
     """If it has been interrupted and does not end: since when, and where it is."""
@@ -92,17 +92,17 @@ class RankState(msgspec.Struct, frozen=True, gc=False):
     """Its work after its job, whether that has failed or not."""
 
     @property
-    def used(self) -> wire.MemoryUse | None:
+    def used(self) -> messages.MemoryUse | None:
         """The memory that it used; if it could not tell, as it was measured last."""
         if self.memory is not None or self.usage is None:
             return self.memory
         known = self.usage
-        return wire.MemoryUse(known.memory, known.memory_peak, known.gpu_memory)
+        return messages.MemoryUse(known.memory, known.memory_peak, known.gpu_memory)
 
     @property
-    def place(self) -> wire.RankPlace:
+    def place(self) -> messages.RankPlace:
         """Where it runs, and how far it is."""
-        return wire.RankPlace(self.local_rank, self.node, self.device, self.pid, self.phase)
+        return messages.RankPlace(self.local_rank, self.node, self.device, self.pid, self.phase)
 
 
 # A dict of so few is copied as fast.
@@ -180,7 +180,7 @@ class RunState(msgspec.Struct, frozen=True):
     """Where the ranks were at the last survey."""
     doing: str = ""
     """The work of all ranks after the job, before it is over for the user."""
-    engine: wire.EngineStatus | None = None
+    engine: messages.EngineStatus | None = None
     """The last report on the nodes, where an engine places them."""
     preempted: str = ""
     """Why its nodes are taken back, once its ranks save because of that."""
@@ -188,7 +188,7 @@ class RunState(msgspec.Struct, frozen=True):
     """Of the default process group, where it is known only once the nodes are there."""
     metrics: MetricLog = MetricLog()
     """The metrics that ranks have logged, in all attempts."""
-    profile: wire.Illustrated = wire.Illustrated()
+    profile: messages.Illustrated = messages.Illustrated()
     """The profile of a finished run, as it is shown."""
 
     @classmethod
@@ -292,29 +292,29 @@ def advance(state: RunState, message: Message) -> RunState:
     <State.RUNNING: 'RUNNING'>
     """
     match message:
-        case wire.AttemptStarted():
+        case messages.AttemptStarted():
             return _next_attempt(state, message)
-        case wire.EngineStatus() | wire.NodesJoined():
+        case messages.EngineStatus() | messages.NodesJoined():
             return _placed(state, message)
         case (
-            wire.Noticed()
+            messages.Noticed()
             | LocatedAll()
-            | wire.RunPreempted()
-            | wire.Illustrated()
-            | wire.Logged()
-            | wire.RankNotice()
+            | messages.RunPreempted()
+            | messages.Illustrated()
+            | messages.Logged()
+            | messages.RankNotice()
         ):
             return _noted(state, message)
-        case wire.JobSent():
+        case messages.JobSent():
             return _job_sent(state, message)
-        case wire.Measured():
+        case messages.Measured():
             return _measured(state, message)
-        case wire.Waiting():
+        case messages.Waiting():
             return _waiting(state, message)
-        case wire.RunEnded():
+        case messages.RunEnded():
             ranks = {rank: _end_unfinished(known, message) for rank, known in state.ranks.items()}
             return replace(state, ranks=ranks)
-        case wire.JobAssigned():
+        case messages.JobAssigned():
             return _assigned(state, message)
         case _:
             known = state.ranks.get(message.rank)
@@ -326,9 +326,9 @@ def advance(state: RunState, message: Message) -> RunState:
             return replace(state, ranks=_changed(state.ranks, {message.rank: after}))
 
 
-def _placed(state: RunState, message: wire.EngineStatus | wire.NodesJoined) -> RunState:
-    engine: wire.EngineStatus | None
-    if isinstance(message, wire.EngineStatus):
+def _placed(state: RunState, message: messages.EngineStatus | messages.NodesJoined) -> RunState:
+    engine: messages.EngineStatus | None
+    if isinstance(message, messages.EngineStatus):
         engine = message
     else:
         engine = state.engine and replace(state.engine, state=message.state, joined=message.joined)
@@ -337,28 +337,33 @@ def _placed(state: RunState, message: wire.EngineStatus | wire.NodesJoined) -> R
 
 def _noted(
     state: RunState,
-    message: wire.Noticed | LocatedAll | wire.RunPreempted | wire.Illustrated | wire.Logged | wire.RankNotice,
+    message: messages.Noticed
+    | LocatedAll
+    | messages.RunPreempted
+    | messages.Illustrated
+    | messages.Logged
+    | messages.RankNotice,
 ) -> RunState:
     """Return the state with what concerns all its ranks, or kept for all of them together."""
     match message:
-        case wire.Noticed(text=text):
+        case messages.Noticed(text=text):
             return replace(state, notices=(*state.notices, text)[-_NOTICES:])
         case LocatedAll(report=report):
             return replace(state, hang=report)
-        case wire.RunPreempted(why=why):
+        case messages.RunPreempted(why=why):
             return replace(state, preempted=why)
-        case wire.Logged():
+        case messages.Logged():
             return _logged(state, message)
-        case wire.RankNotice(rank=rank, text=text):
+        case messages.RankNotice(rank=rank, text=text):
             # The first ones count: what follows a NaN is NaN.
             if rank not in state.ranks or len(state.notices) >= _NOTICES:
                 return state
-            return _noted(state, wire.Noticed(text=f"rank {rank}: {text[:NOTICE_CHARACTERS]}"))
-        case wire.Illustrated():
+            return _noted(state, messages.Noticed(text=f"rank {rank}: {text[:NOTICE_CHARACTERS]}"))
+        case messages.Illustrated():
             return replace(state, profile=message)
 
 
-def _next_attempt(state: RunState, message: wire.AttemptStarted) -> RunState:
+def _next_attempt(state: RunState, message: messages.AttemptStarted) -> RunState:
     if message.number < state.attempt.number:
         return state
     backend = message.backend or state.backend
@@ -396,7 +401,7 @@ def _next_attempt(state: RunState, message: wire.AttemptStarted) -> RunState:
     )
 
 
-def _logged(state: RunState, message: wire.Logged) -> RunState:
+def _logged(state: RunState, message: messages.Logged) -> RunState:
     after = logged(state.metrics, message) if message.rank in state.ranks else state.metrics
     return state if after is state.metrics else replace(state, metrics=after)
 
@@ -410,7 +415,7 @@ def _resized(state: RunState, world_size: int) -> RunState:
     return replace(state, world_size=world_size, ranks=ranks, attempt=attempt)
 
 
-def _assigned(state: RunState, message: wire.JobAssigned) -> RunState:
+def _assigned(state: RunState, message: messages.JobAssigned) -> RunState:
     if state.begun or message.attempt < state.attempt.number:
         return state
     ranks = {
@@ -421,16 +426,16 @@ def _assigned(state: RunState, message: wire.JobAssigned) -> RunState:
     return replace(state, ranks=ranks, attempt=replace(state.attempt, number=message.attempt))
 
 
-def _job_sent(state: RunState, message: wire.JobSent) -> RunState:
+def _job_sent(state: RunState, message: messages.JobSent) -> RunState:
     news = {
-        rank: replace(known, phase=wire.Phase.JOB)
+        rank: replace(known, phase=messages.Phase.JOB)
         for rank in message.ranks
         if (known := state.ranks.get(rank)) is not None and not known.state.final
     }
     return replace(state, ranks=_changed(state.ranks, news)) if news else state
 
 
-def _measured(state: RunState, message: wire.Measured) -> RunState:
+def _measured(state: RunState, message: messages.Measured) -> RunState:
     news = {
         rank: replace(known, usage=usage)
         for rank, usage in message.usages.items()
@@ -439,7 +444,7 @@ def _measured(state: RunState, message: wire.Measured) -> RunState:
     return replace(state, ranks=_changed(state.ranks, news)) if news else state
 
 
-def _waiting(state: RunState, message: wire.Waiting) -> RunState:
+def _waiting(state: RunState, message: messages.Waiting) -> RunState:
     news = {
         rank: replace(known, waiting=where)
         for rank, known in state.ranks.items()
@@ -454,35 +459,42 @@ def _at_least_starting(state: State) -> State:
     return State.STARTING if state is State.INIT else state
 
 
-_OF_THE_JOB = (wire.Started, wire.Reached, wire.Unwritten, wire.Returned, wire.Raised, wire.Profiled)
+_OF_THE_JOB = (
+    messages.Started,
+    messages.Reached,
+    messages.Unwritten,
+    messages.Returned,
+    messages.Raised,
+    messages.Profiled,
+)
 
 
 def _advance_rank(known: RankState, message: Message) -> RankState:
     if known.state.final and isinstance(message, _OF_THE_JOB):
         return known
     match message:
-        case wire.Hello():
+        case messages.Hello():
             return replace(
                 known,
                 local_rank=message.local_rank,
                 node=message.node,
                 pid=message.pid,
                 state=_at_least_starting(known.state),
-                phase=known.phase if known.state.final else wire.Phase.CONNECT,
+                phase=known.phase if known.state.final else messages.Phase.CONNECT,
             )
-        case wire.Entered():
+        case messages.Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
-        case wire.Started():
+        case messages.Started():
             warning = _LATE if message.late else known.warning
             return replace(
-                known, state=State.RUNNING, phase=wire.Phase.JOB, started=message.time, warning=warning
+                known, state=State.RUNNING, phase=messages.Phase.JOB, started=message.time, warning=warning
             )
-        case wire.Printed() | wire.Displayed() | wire.Cleared():
+        case messages.Printed() | messages.Displayed() | messages.Cleared():
             return replace(known, transcript=_written(known.transcript, message))
-        case wire.Reached() | wire.Unwritten() | wire.Profiled() | wire.Finishing():
+        case messages.Reached() | messages.Unwritten() | messages.Profiled() | messages.Finishing():
             return _counted(known, message)
-        case wire.Returned():
+        case messages.Returned():
             return replace(
                 known,
                 state=State.SUCCEEDED,
@@ -495,7 +507,7 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
                 peak_gpu_memory=message.peak_gpu_memory,
                 memory=message.memory,
             )
-        case wire.Raised():
+        case messages.Raised():
             failure = message.failure
             return replace(
                 known,
@@ -508,43 +520,45 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
                 peak_gpu_memory=message.peak_gpu_memory,
                 memory=message.memory,
             )
-        case wire.Colored() if known.failure is not None:
+        case messages.Colored() if known.failure is not None:
             return replace(known, failure=replace(known.failure, colored=message.text))
-        case wire.Unreadable() if known.state is State.SUCCEEDED:
+        case messages.Unreadable() if known.state is State.SUCCEEDED:
             return replace(known, state=State.FAILED, failure=message.failure)
-        case wire.Exited():
+        case messages.Exited():
             return _exited(known, message)
         case _:
             return known  # of interest to the worker group only
 
 
 def _counted(
-    known: RankState, message: wire.Reached | wire.Unwritten | wire.Profiled | wire.Finishing
+    known: RankState, message: messages.Reached | messages.Unwritten | messages.Profiled | messages.Finishing
 ) -> RankState:
-    if isinstance(message, wire.Reached):
+    if isinstance(message, messages.Reached):
         # The same count is no news: a rank that is asked each second would never be silent.
         same = known.collectives == message.collectives
         return known if same else replace(known, collectives=message.collectives)
-    if isinstance(message, wire.Profiled):
+    if isinstance(message, messages.Profiled):
         return replace(known, profile=message.data)
-    if isinstance(message, wire.Finishing):
+    if isinstance(message, messages.Finishing):
         return replace(known, finishing=message.what)
     return replace(known, unwritten=message.size)
 
 
-def _written(transcript: Transcript, message: wire.Printed | wire.Displayed | wire.Cleared) -> Transcript:
+def _written(
+    transcript: Transcript, message: messages.Printed | messages.Displayed | messages.Cleared
+) -> Transcript:
     match message:
-        case wire.Printed():
+        case messages.Printed():
             return printed(transcript, message.stream, message.text)
-        case wire.Displayed():
+        case messages.Displayed():
             return displayed(transcript, message)
-        case wire.Cleared():
+        case messages.Cleared():
             return cleared(transcript, wait=message.wait)
         case _:
             assert_never(message)
 
 
-def _exited(known: RankState, message: wire.Exited) -> RankState:
+def _exited(known: RankState, message: messages.Exited) -> RankState:
     known = replace(known, finishing="") if known.finishing else known
     if known.state.final:
         if known.state is State.SUCCEEDED and known.exitcode is None:
@@ -554,7 +568,7 @@ def _exited(known: RankState, message: wire.Exited) -> RankState:
         return replace(known, exitcode=message.exitcode) if known.exitcode is None else known
     if message.expected:
         return replace(known, state=State.STOPPED, exitcode=message.exitcode, ended=message.time)
-    failure = wire.FailureRecord(
+    failure = messages.FailureRecord(
         type="ProcessExited",
         message=message.reason or describe_exit(message.exitcode),
         traceback=message.details,
@@ -565,7 +579,7 @@ def _exited(known: RankState, message: wire.Exited) -> RankState:
     return replace(known, state=State.FAILED, failure=failure, exitcode=message.exitcode, ended=message.time)
 
 
-def _end_unfinished(known: RankState, message: wire.RunEnded) -> RankState:
+def _end_unfinished(known: RankState, message: messages.RunEnded) -> RankState:
     known = replace(known, finishing="") if known.finishing else known
     if known.state.final:
         return known
@@ -606,11 +620,11 @@ _message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def decode_state(data: bytes) -> RunState:
-    return wire.decoded(_run_state, data, _THE_RUNTIME)
+    return messages.decoded(_run_state, data, _THE_RUNTIME)
 
 
 def decode_folded(data: bytes) -> Message:
-    return wire.decoded(_message, data, _THE_RUNTIME)
+    return messages.decoded(_message, data, _THE_RUNTIME)
 
 
 class View(Protocol):

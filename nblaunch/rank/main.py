@@ -42,7 +42,7 @@ from torch.utils import hooks
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.probes import diff, loggers, rank_metrics, steps
-from nblaunch.protocol import messages as wire
+from nblaunch.protocol import messages
 from nblaunch.protocol.state import describe_exit
 from nblaunch.rank import (
     environment,
@@ -75,7 +75,7 @@ _RESUME = (
 )
 
 
-def run_rank(orders: wire.Orders) -> None:
+def run_rank(orders: messages.Orders) -> None:
     isolate()
     if orders.fresh is not None:
         environ = environment.for_rank(orders.fresh, keep=orders.keep)
@@ -89,10 +89,10 @@ def resume(orders: dict[str, Any]) -> NoReturn:
     # What a fork finds loaded when torchelastic calls it: its error files.
     importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     # As a fork ends: what runs at exit has run.
-    os._exit(_live(wire.Orders(**orders)))
+    os._exit(_live(messages.Orders(**orders)))
 
 
-def _live(orders: wire.Orders) -> int:
+def _live(orders: messages.Orders) -> int:
     keep_files_in(orders.spill)
     note_own_children()
     shell.prepare(orders.spill)
@@ -125,7 +125,7 @@ def exec_new_python(orders: dict[str, Any], directory: str, environ: Mapping[str
 class Rank:
     """One rank: the process that this object lives in."""
 
-    def __init__(self, orders: wire.Orders) -> None:
+    def __init__(self, orders: messages.Orders) -> None:
         self.orders = orders
         self.rank = int(os.environ["RANK"])
         self._spill = functools.partial(Path, orders.spill)
@@ -134,12 +134,12 @@ class Rank:
         hooks.RemovableHandle.next_id = zlib.crc32(os.environ["TORCHELASTIC_RUN_ID"].encode()) << 32
         self.device = torch.device("cpu")
         self.device_name = "cpu"
-        self.phase = wire.Phase.CONNECT
+        self.phase = messages.Phase.CONNECT
         self.titles: dict[str, str] = {}
         self._outgoing = contextlib.ExitStack()
         """The last job's value and profile: the notebook has them once the next job is dispatched."""
         self.variables = Variables(kept=orders.keep)
-        self._last_names = wire.Names(rank=-1, names=())
+        self._last_names = messages.Names(rank=-1, names=())
         self._names_reported = False
         """Whether the job that runs has reported the rank's variables."""
         self.dead_variables = DeadVariables()
@@ -157,14 +157,14 @@ class Rank:
         self.link = Link(orders.address, orders.group, inspector, keep=orders.keep)
         stdio.capture_descriptors()
         stdio.install(
-            self.link.switched, lambda size: self.link.send(wire.Unwritten(rank=self.rank, size=size))
+            self.link.switched, lambda size: self.link.send(messages.Unwritten(rank=self.rank, size=size))
         )
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
         self.questions = stdio.Questions(self.rank, self.link.send)
         self.link.on_answer = self.questions.install()
         rank_metrics.start(self.link.metrics)
         self.link.start(
-            wire.Hello(
+            messages.Hello(
                 rank=self.rank,
                 token=orders.token,
                 attempt=orders.attempt,
@@ -181,17 +181,17 @@ class Rank:
             while True:
                 try:
                     match self.link.inbox.get():
-                        case wire.Prepare() as prepare:
+                        case messages.Prepare() as prepare:
                             self._guarded(functools.partial(self._prepare, prepare))
-                        case wire.Dispatch() as dispatch:
+                        case messages.Dispatch() as dispatch:
                             self._guarded(functools.partial(self._work, dispatch))
-                        case wire.Recover() as order:
+                        case messages.Recover() as order:
                             self._recover(order)
-                        case wire.Adopt() as other:
+                        case messages.Adopt() as other:
                             self._adopt(other)
-                        case wire.Preempt():
+                        case messages.Preempt():
                             self._save(in_job=False)
-                        case wire.Leave(exitcode=exitcode, abort=abort):
+                        case messages.Leave(exitcode=exitcode, abort=abort):
                             return exitcode
                 except KeyboardInterrupt:
                     # The signal was sent while the job was still at work, and arrives after its end.
@@ -225,7 +225,7 @@ class Rank:
             # As a rank that exits without a result or an error.
             words, now = describe_exit(error.exitcode), time.time()
             self._report_failure(
-                wire.FailureRecord(type="ProcessExited", message=words, exitcode=error.exitcode, time=now)
+                messages.FailureRecord(type="ProcessExited", message=words, exitcode=error.exitcode, time=now)
             )
         except BaseException as error:  # noqa: BLE001 - a job may raise anything
             self._failed(error, 1)
@@ -238,18 +238,18 @@ class Rank:
         until = self.link.preemption()
         if until is None:
             return
-        self.link.send(wire.Preempting(rank=self.rank))
+        self.link.send(messages.Preempting(rank=self.rank))
         stdio.output.main_saves = not in_job
         failed = preempt.call_all(until) if self._unsaved else ()
         stdio.output.main_saves = self._unsaved = False
         preempt.saved()
         offsets = None if in_job or self.orders.keep else stdio.output.offsets()
         self.link.send(
-            wire.Preempted(rank=self.rank, failed=tuple(map(failure.encodable, failed)), offsets=offsets)
+            messages.Preempted(rank=self.rank, failed=tuple(map(failure.encodable, failed)), offsets=offsets)
         )
 
-    def _prepare(self, prepare: wire.Prepare) -> None:
-        self._enter(wire.Phase.PROCESS_GROUP)
+    def _prepare(self, prepare: messages.Prepare) -> None:
+        self._enter(messages.Phase.PROCESS_GROUP)
         environment.apply(prepare, keep=self.orders.keep)
         if self.orders.virtual_local_rank:
             environment.see_one_device_only(prepare.accelerators)
@@ -259,7 +259,7 @@ class Rank:
         flight_recorder.record_collectives()
         self.device = environment.choose_device(prepare)
         self.device_name = str(self.device) if prepare.device_type else ""
-        self._enter(wire.Phase.PROCESS_GROUP)
+        self._enter(messages.Phase.PROCESS_GROUP)
         if self.orders.keep:
             in_place.accept_groups()
             if self.device.type == "cuda":
@@ -272,9 +272,9 @@ class Rank:
         if self.orders.keep:
             self._set_rank_names()
         if not prepare.joins:
-            self._enter(wire.Phase.READY)
+            self._enter(messages.Phase.READY)
 
-    def _adopt(self, other: wire.Adopt) -> None:
+    def _adopt(self, other: messages.Adopt) -> None:
         """Be another rank, with all variables; the next `Recover` forms the process group."""
         self.rank = shell.publisher.rank = self.questions.rank = other.rank
         os.environ.update(
@@ -287,13 +287,13 @@ class Rank:
         )
         process_group.go_on_in(other.attempt)
         self._set_rank_names()
-        self._enter(wire.Phase.PROCESS_GROUP)
+        self._enter(messages.Phase.PROCESS_GROUP)
 
-    def _enter(self, phase: wire.Phase) -> None:
+    def _enter(self, phase: messages.Phase) -> None:
         self.phase = phase
-        self.link.send(wire.Entered(rank=self.rank, phase=phase, device=self.device_name))
+        self.link.send(messages.Entered(rank=self.rank, phase=phase, device=self.device_name))
 
-    def _work(self, dispatch: wire.Dispatch) -> None:
+    def _work(self, dispatch: messages.Dispatch) -> None:
         self._begin(dispatch)
         job = dispatch.job
         self.titles.update(dispatch.titles)
@@ -320,10 +320,10 @@ class Rank:
         self.link.metrics.settle()
         self.link.finish_job()
         # The exit status of a script, always 0 here, is not worth showing.
-        seen = not isinstance(job, wire.ScriptJob) or bool(job.pull)
-        self._returned(value, seen=seen, cell=job if isinstance(job, wire.CellJob) else None)
+        seen = not isinstance(job, messages.ScriptJob) or bool(job.pull)
+        self._returned(value, seen=seen, cell=job if isinstance(job, messages.CellJob) else None)
 
-    def _profiled(self, dispatch: wire.Dispatch) -> AbstractContextManager[None]:
+    def _profiled(self, dispatch: messages.Dispatch) -> AbstractContextManager[None]:
         if not dispatch.insight.profile:
             return contextlib.nullcontext()
         # Not before: what is not asked for costs nothing.
@@ -336,32 +336,34 @@ class Rank:
     def _send_profile(self, reduced: bytes, trace: bytes) -> None:
         packed = pickling.Packed(memoryview(reduced), (memoryview(trace),))
         profile = self._outgoing.enter_context(shared_memory.put(packed, self._spill))
-        self.link.send(wire.Profiled(rank=self.rank, data=profile.payload))
+        self.link.send(messages.Profiled(rank=self.rank, data=profile.payload))
 
-    def _begin(self, dispatch: wire.Dispatch) -> None:
+    def _begin(self, dispatch: messages.Dispatch) -> None:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
-        self.phase, self.raised = wire.Phase.JOB, None
+        self.phase, self.raised = messages.Phase.JOB, None
         self._unsaved = self._unsaved or not dispatch.query
         # A query reports nothing: objects that the notebook refers to at this moment stay.
         self._names_reported, self._internal = dispatch.query, dispatch.internal
         if not dispatch.query:
             diff.end_job()
-        if not dispatch.internal or isinstance(dispatch.job, wire.PushJob):
+        if not dispatch.internal or isinstance(dispatch.job, messages.PushJob):
             shell.free_gpu_memory()
         if not dispatch.internal:
             memory.reset_peak()
         self._outgoing.close()
         late = not dispatch.internal and bool(stdio.output.kept)
-        started = wire.Started(rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late)
+        started = messages.Started(
+            rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late
+        )
         self.link.send(started, urgent=False)
         if not dispatch.internal:
             self.link.metrics.begin_job()
             stdio.output.begin_job()
         self.link.begin_job()
 
-    def _arrived(self, parts: Sequence[memoryview], objects: wire.Objects, job: object) -> Any:
+    def _arrived(self, parts: Sequence[memoryview], objects: messages.Objects, job: object) -> Any:
         """Unpickle the payload of a session's job; keep it once it has arrived on every rank."""
-        arrival, pushed = Arrival(), isinstance(job, wire.PushJob)
+        arrival, pushed = Arrival(), isinstance(job, messages.PushJob)
         try:
             loaded = pickling.loads_known(
                 parts, str(self.device), self.variables.found, arrival.offer, pushed=pushed
@@ -371,7 +373,7 @@ class Rank:
             raise
         try:
             if objects.wait:
-                self.link.send(wire.Arrived(rank=self.rank))
+                self.link.send(messages.Arrived(rank=self.rank))
                 self.link.proceed.wait()
             self._keep(job, loaded, objects, arrival)
         except BaseException:
@@ -383,20 +385,22 @@ class Rank:
             raise
         return loaded.value
 
-    def _keep(self, job: object, loaded: pickling.Loaded, objects: wire.Objects, arrival: Arrival) -> None:
+    def _keep(
+        self, job: object, loaded: pickling.Loaded, objects: messages.Objects, arrival: Arrival
+    ) -> None:
         arrival.undo()
         self.variables.keep(loaded, objects)
         self.variables.bring(arrival.offered)
         match job:
-            case wire.CellJob():
+            case messages.CellJob():
                 self.variables.bring(loaded.value)
-            case wire.FunctionJob():
+            case messages.FunctionJob():
                 self.variables.bring(dict(loaded.value[-1]))
-            case wire.PushJob():
+            case messages.PushJob():
                 self.variables.push(loaded.value)
 
     @contextlib.contextmanager
-    def _probed(self, dispatch: wire.Dispatch) -> Iterator[None]:
+    def _probed(self, dispatch: messages.Dispatch) -> Iterator[None]:
         with contextlib.ExitStack() as probes:
             if not dispatch.internal:
                 recorder = self.link.metrics
@@ -421,27 +425,27 @@ class Rank:
             yield
 
     def _notify(self, text: str) -> None:
-        self.link.send(wire.RankNotice(rank=self.rank, text=failure.encodable(text)))
+        self.link.send(messages.RankNotice(rank=self.rank, text=failure.encodable(text)))
 
-    def _do(self, job: wire.AnyJob, loaded: Any) -> object:
+    def _do(self, job: messages.AnyJob, loaded: Any) -> object:
         match job:
-            case wire.CellJob():
+            case messages.CellJob():
                 return self._run_cell(job, loaded)
-            case wire.PushJob():
+            case messages.PushJob():
                 return None  # `_keep` has stored them
-            case wire.PullJob(names=names):
+            case messages.PullJob(names=names):
                 return self.variables.pull(names)
-            case wire.FunctionJob():
+            case messages.FunctionJob():
                 function, args, kwargs, _ = loaded  # the function's globals have the variables already
                 value = function(*args, **dict(kwargs))
                 return asyncio.run(value) if inspect.iscoroutine(value) else value
-            case wire.ScriptJob(file=file, pull=names):
+            case messages.ScriptJob(file=file, pull=names):
                 if file:
                     self.titles[self.modules.path_here(file)] = job.title
                 script.run(msgspec.structs.replace(job, path=self.modules.path_here(job.path)))
                 return dict(zip(names, self.variables.pull(names), strict=True)) if names else 0
 
-    def _do_to_the_end(self, job: wire.AnyJob, loaded: Any) -> object:
+    def _do_to_the_end(self, job: messages.AnyJob, loaded: Any) -> object:
         """Do the only job of this rank, and wait for its threads: it ends as a script does.
 
         A failure is reported first: peers may wait for this rank. What is left to do then comes in `_leave`.
@@ -467,10 +471,10 @@ class Rank:
     def _reporting(self, what: Callable[[], str]) -> AbstractContextManager[None]:
         """Return what says, after a moment, what the rank finishes until the block ends."""
         return self.link.sending_later(
-            _MOMENT_SECONDS, lambda: wire.Finishing(rank=self.rank, what=failure.encodable(what()))
+            _MOMENT_SECONDS, lambda: messages.Finishing(rank=self.rank, what=failure.encodable(what()))
         )
 
-    def _run_cell(self, job: wire.CellJob, captured: dict[str, Any]) -> object:
+    def _run_cell(self, job: messages.CellJob, captured: dict[str, Any]) -> object:
         if not self.orders.keep:
             self.variables.bring(captured)
         self._set_rank_names()
@@ -489,8 +493,8 @@ class Rank:
             device=self.device,
         )
 
-    def _returned(self, value: object, *, seen: bool = True, cell: wire.CellJob | None = None) -> None:
-        self.phase = wire.Phase.VALUE
+    def _returned(self, value: object, *, seen: bool = True, cell: messages.CellJob | None = None) -> None:
+        self.phase = messages.Phase.VALUE
         used = None if self._internal else memory.used()
         if self.orders.keep:
             # Before the value, which ends the job: the notebook captures the next one by what it knows then.
@@ -513,7 +517,7 @@ class Rank:
             self.link.resume_job()
             script.call_exit_functions(self._reporting)
         self.link.send(
-            wire.Returned(
+            messages.Returned(
                 rank=self.rank,
                 value=outgoing.payload,
                 time=time.time(),
@@ -549,13 +553,13 @@ class Rank:
         else:
             failure.write_error_file(error)
         self._report_failure(record)
-        self.link.send(wire.Colored(rank=self.rank, text=failure.shown(error)))
+        self.link.send(messages.Colored(rank=self.rank, text=failure.shown(error)))
 
-    def _report_failure(self, record: wire.FailureRecord) -> None:
+    def _report_failure(self, record: messages.FailureRecord) -> None:
         ended = stdio.output.end_job(keep=self.orders.keep)
         used = memory.used()
         self.link.send(
-            wire.Raised(
+            messages.Raised(
                 rank=self.rank,
                 failure=record,
                 offsets=ended,
@@ -572,13 +576,13 @@ class Rank:
         self._names_reported = True
         self.modules.note_loaded()
         rebound, lost = self.variables.settle()
-        known = wire.Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
+        known = messages.Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
         if known != self._last_names or lost:
             self._last_names = known
             self.link.send(msgspec.structs.replace(known, lost=lost))
 
-    def _recover(self, order: wire.Recover) -> None:
-        recovered = functools.partial(wire.Recovered, rank=self.rank, number=order.number)
+    def _recover(self, order: messages.Recover) -> None:
+        recovered = functools.partial(messages.Recovered, rank=self.rank, number=order.number)
         cut = stacks.cutting(order.fds)
         try:
             if order.reform:
@@ -588,8 +592,8 @@ class Rank:
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
                 stepped = self.dead_variables.names_of(formed.stepped)
                 answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not, stepped=stepped)
-                if self.phase is wire.Phase.PROCESS_GROUP:
-                    self._enter(wire.Phase.READY)
+                if self.phase is messages.Phase.PROCESS_GROUP:
+                    self._enter(messages.Phase.READY)
             else:
                 process_group.check_context(self.device)
                 answer = recovered(dead=self.dead_variables.stumbled_over(self.raised))
@@ -600,7 +604,7 @@ class Rank:
         self.link.send(answer)
 
     def _leave(self, exitcode: int, *, abort: bool) -> None:
-        self.phase = wire.Phase.LEAVE
+        self.phase = messages.Phase.LEAVE
         try:
             stdio.output.begin_job()
             # A fork ends by os._exit; programs expect this all the same.
@@ -609,7 +613,7 @@ class Rank:
             script.call_exit_functions(self._reporting)
             if exitcode and not self.orders.keep:
                 self.link.send(
-                    wire.Finishing(rank=self.rank, what="", offsets=stdio.output.end_job(keep=False))
+                    messages.Finishing(rank=self.rank, what="", offsets=stdio.output.end_job(keep=False))
                 )
             shell.end()
             if exitcode == 0:

@@ -21,12 +21,12 @@ from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.host.rank_host import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol import messages as wire
+from nblaunch.protocol import messages
 from nblaunch.protocol.state import RunState, State
 from nblaunch.runtime.worker_groups import HeldNodes
 
-PREPARE = wire.Prepare(environ=(), cwd=b"/", path=(), backend="gloo")
-NOTHING = wire.Payload((0,), inline=b"")
+PREPARE = messages.Prepare(environ=(), cwd=b"/", path=(), backend="gloo")
+NOTHING = messages.Payload((0,), inline=b"")
 SECONDS = 5
 
 
@@ -35,7 +35,7 @@ class ScriptedNodes(GroupHost):
 
     def __init__(self) -> None:
         self.done: list[Any] = []
-        self.sent: list[tuple[int, wire.ToRank]] = []
+        self.sent: list[tuple[int, messages.ToRank]] = []
 
     def start(self) -> None:
         self.done.append("start")
@@ -73,7 +73,7 @@ class ScriptedNodes(GroupHost):
         self.done.append("stop")
         self.group.agent_ended(None)
 
-    def send(self, rank: int, message: wire.ToRank) -> bool:
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         self.sent.append((rank, message))
         return True
 
@@ -100,7 +100,7 @@ class ScriptedNodes(GroupHost):
 
     def ready(self, number: int, size: int) -> None:
         for rank in range(size):
-            hello = wire.Hello(
+            hello = messages.Hello(
                 rank=rank,
                 token="",
                 attempt=number,
@@ -110,7 +110,7 @@ class ScriptedNodes(GroupHost):
                 pid=os.getpid(),
             )
             self.group.receive(hello)
-            self.group.receive(wire.Entered(rank=rank, phase=wire.Phase.READY))
+            self.group.receive(messages.Entered(rank=rank, phase=messages.Phase.READY))
 
     def all(self, number: int, size: int, **more: Any) -> None:
         self.begin(number, size, **more)
@@ -143,8 +143,8 @@ class Scene:
         self.group.when_closed = self.closed.set
 
     def submit(self, ending: Ending | None = None) -> Job:
-        dispatches: dict[int | None, wire.Dispatch] = {
-            None: wire.Dispatch(job=wire.FunctionJob(name="f"), payload=NOTHING)
+        dispatches: dict[int | None, messages.Dispatch] = {
+            None: messages.Dispatch(job=messages.FunctionJob(name="f"), payload=NOTHING)
         }
         job = Job(dispatches, JobState(RunState.fresh(2), ending=ending or Ending()))
         self.hub.run(lambda: self.group.begin(job, PREPARE))
@@ -155,12 +155,12 @@ class Scene:
         self.hub.run(act, SECONDS)
 
     def values(self, size: int) -> None:
-        ended = wire.Offsets(stdout=7, stderr=7)
+        ended = messages.Offsets(stdout=7, stderr=7)
         for rank in range(size):
-            self.group.receive(wire.Started(rank=rank, time=1.0))
-            self.group.receive(wire.Returned(rank=rank, value=NOTHING, time=2.0, offsets=ended))
+            self.group.receive(messages.Started(rank=rank, time=1.0))
+            self.group.receive(messages.Returned(rank=rank, value=NOTHING, time=2.0, offsets=ended))
 
-    def sent(self, kind: type[wire.ToRank]) -> list[int]:
+    def sent(self, kind: type[messages.ToRank]) -> list[int]:
         return [rank for rank, message in self.nodes.sent if isinstance(message, kind)]
 
 
@@ -169,7 +169,7 @@ def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_pa
     nodes, group = scene.nodes, scene.group
     job = scene.submit()
     assert nodes.done == ["start"]
-    waiting = wire.EngineStatus(engine="slurm", state=wire.EngineState.WAITING, wanted=2)
+    waiting = messages.EngineStatus(engine="slurm", state=messages.EngineState.WAITING, wanted=2)
     scene.run(lambda: group.feed(waiting))
     assert job.state.engine == waiting
     assert "slurm" in job.state.where
@@ -180,7 +180,7 @@ def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_pa
     )
     scene.run(lambda: nodes.fork(0, 4))
     scene.run(lambda: nodes.ready(0, 4))
-    assert scene.sent(wire.Prepare) == scene.sent(wire.Dispatch) == [0, 1, 2, 3]
+    assert scene.sent(messages.Prepare) == scene.sent(messages.Dispatch) == [0, 1, 2, 3]
     attempt = nodes.directory / "attempt_0"
     assert own_files(job, 0) == [attempt / f"h{rank}-{rank}" / "stdout.log" for rank in range(4)]
     scene.run(lambda: scene.values(4))
@@ -188,7 +188,7 @@ def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_pa
     assert all(rank.state is State.SUCCEEDED for rank in job.state.ranks.values())
     assert [entry.text for entry in job.state.ranks[3].transcript.entries] == ["of 0, 3"] * 2
     assert nodes.done == ["start", "begin_attempt", ("release", True, frozenset())]
-    assert sorted(scene.sent(wire.Leave)) == [0, 1, 2, 3]
+    assert sorted(scene.sent(messages.Leave)) == [0, 1, 2, 3]
     group.agent_ended(None)
     assert scene.closed.wait(SECONDS)
     assert nodes.done[-1] == ("close", True)
@@ -205,13 +205,13 @@ def test_the_wait_for_nodes_has_no_limit_and_that_for_ranks_begins_with_the_last
     life = scene.group.life
     assert life.limited is None
     scene.run(lambda: scene.nodes.fork(0, 2))
-    assert scene.group.life.limited is wire.Phase.CONNECT
+    assert scene.group.life.limited is messages.Phase.CONNECT
 
 
 def test_the_wait_for_nodes_counts_towards_no_timeout(local, tmp_path):
     scene = Scene(local, tmp_path)
     job = scene.submit(Ending.begin(0.3, None, time.monotonic()))
-    waiting = wire.EngineStatus(engine="slurm", state=wire.EngineState.WAITING, wanted=2)
+    waiting = messages.EngineStatus(engine="slurm", state=messages.EngineState.WAITING, wanted=2)
     scene.run(lambda: scene.group.feed(waiting))
     assert not job.ended.wait(0.6)
     began = time.monotonic()
@@ -247,7 +247,7 @@ def test_a_session_whose_node_is_lost_goes_on_with_other_ranks(local, tmp_path):
     scene.run(lambda: nodes.all(0, 4))
     reason = "was lost with its node: hB is gone"
     scene.run(
-        lambda: group.rank_gone(wire.Exited(rank=3, exitcode=-9, time=1.0, expected=False, reason=reason))
+        lambda: group.rank_gone(messages.Exited(rank=3, exitcode=-9, time=1.0, expected=False, reason=reason))
     )
     scene.run(lambda: group.post(Trigger.DRAINED))
     scene.run(lambda: nodes.all(1, 2, reason="membership"))
@@ -268,7 +268,7 @@ def test_nothing_of_this_machine_is_asked_about_ranks_of_others(local, tmp_path)
     scene.submit()
     scene.run(lambda: nodes.all(0, 2))
     report = group.where(0.01)
-    assert scene.sent(wire.ReportWhere) == [0, 1]
+    assert scene.sent(messages.ReportWhere) == [0, 1]
     assert ("read_stacks", frozenset({0, 1})) in nodes.done
     assert report.silent == {0: "  stack of 0", 1: "  stack of 1"}
     assert "[rank 1 on h1] gave no answer" in str(report)
@@ -284,7 +284,7 @@ def test_nodes_measure_their_ranks_as_long_as_somebody_wants_to_know(local, tmp_
     job = scene.submit()
     scene.run(lambda: nodes.all(0, 2))
     nodes.done.clear()
-    used = {rank: wire.Usage(cpu_percent=50.0, memory=rank + 1) for rank in range(2)}
+    used = {rank: messages.Usage(cpu_percent=50.0, memory=rank + 1) for rank in range(2)}
     answers = threading.Timer(0.05, lambda: scene.run(lambda: group.measured(used)))
     scene.run(lambda: group.measure(wanted=True))
     answers.start()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shown_runs import run_of
 
 from nblaunch._budget import clipped, cost_of_text
-from nblaunch.protocol import messages as wire
+from nblaunch.protocol import messages
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import advance
 from nblaunch.protocol.transcript import Transcript, printed
@@ -57,11 +57,15 @@ def test_lines_are_those_that_a_terminal_shows(program):
 
 @given(PROGRAMS, PROGRAMS)
 def test_what_one_stream_draws_never_changes_a_line_of_the_other(out, err):
-    both, alone = Screen(), {stream: Screen() for stream in wire.Stream}
-    for stream, program in ((wire.Stream.STDOUT, out), (wire.Stream.STDERR, err), (wire.Stream.STDOUT, err)):
+    both, alone = Screen(), {stream: Screen() for stream in messages.Stream}
+    for stream, program in (
+        (messages.Stream.STDOUT, out),
+        (messages.Stream.STDERR, err),
+        (messages.Stream.STDOUT, err),
+    ):
         both.write(stream, "".join(program))
         alone[stream].write(stream, "".join(program))
-    for stream in wire.Stream:
+    for stream in messages.Stream:
         mine = [line for line in both.lines() if line.stream is stream]
         assert mine == alone[stream].lines()
 
@@ -75,7 +79,7 @@ def test_colours_never_change_the_text(text):
         assert all(before != after for before, after in itertools.pairwise(styles))
 
 
-@given(st.lists(st.tuples(st.sampled_from(wire.Stream), st.text(max_size=60)), max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(messages.Stream), st.text(max_size=60)), max_size=8))
 def test_the_last_line_is_the_last_that_is_drawn(pieces):
     transcript = Transcript()
     for stream, text in pieces:
@@ -139,7 +143,7 @@ def test_a_rank_cannot_move_the_terminals_cursor_whatever_it_prints(pieces):
     live, state = LiveLines(), run_of(3)
     lines: list[str] = []
     for rank, text in pieces:
-        state = advance(state, wire.Printed(rank=rank, stream=wire.Stream.STDERR, text=text))
+        state = advance(state, messages.Printed(rank=rank, stream=messages.Stream.STDERR, text=text))
         lines += live.take(state)
         lines.append(live.unfinished)
         assert "\n" not in live.unfinished
