@@ -773,6 +773,22 @@ nblaunch.run(job, nproc=2, check=False)
     world.must_be_clean()
 
 
+def test_a_notebooks_kernel_and_its_ranks_listen_on_loopback_only(start_kernel, world, tmp_path):
+    kernel = start_kernel(**world.environment)
+    kernel.ok(f"import os; os.chdir({str(tmp_path)!r})")
+    kernel.submit(STUCK)
+    wait_until(lambda: stuck(tmp_path), "both ranks run their job")
+    pids = set(world.processes())
+    assert len(pids) == 6
+    addresses = {ip for _, ip in listening(pids)}
+    assert addresses
+    assert [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
+    (private,) = world.temporary.iterdir()
+    assert set(unix_sockets(pids)) == {f"{private}/{name}" for name in SOCKETS}
+    kernel.kill()
+    world.must_be_clean()
+
+
 # --- odd places ------------------------------------------------------------------------------------
 
 

@@ -295,6 +295,31 @@ def test_what_was_not_changed_gives_no_notice(notebook, cells):
     steps(notebook, *cells)
 
 
+# --- functions of later names ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "made",
+    sampled(
+        [
+            "import functools\ng = functools.partial(f, 2)",
+            "class C:\n    def m(self): return f(2)\ng = C().m",
+            "g = (lambda kept: lambda: kept(2))(f)",
+            "class C:\n    @property\n    def p(self): return f(2)\nc = C()\ndef g(): return c.p",
+            "def g(*, f=f): return f(2)",
+            "import functools\ng = functools.partial(functools.partial(f), x=2)",
+            "from collections import defaultdict\nd = defaultdict(lambda: f(2))\ndef g(): return d[0]",
+        ],
+        2,
+    ),
+    ids=["partial", "method", "closure", "property", "default", "partials", "factory"],
+)
+def test_a_name_that_is_defined_later_is_found_behind_whatever_holds_a_function(notebook, made):
+    notebook(f"def f(x): return x * SCALE\n{made}")
+    assert notebook.kernel.fails("%%distributed\ng()").evalue.count("NameError: name 'SCALE'")
+    steps(notebook, "SCALE = 10", ("g()", 20), "SCALE = 7", ("SCALE", 7))
+
+
 # --- names that IPython binds ----------------------------------------------------------------------------
 
 
