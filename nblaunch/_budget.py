@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 _COSTS = (("&", 4), ("<", 3), (">", 3), ("'", 5), ('"', 5), ("\\", 1), ("\n", 13))
 _COSTLY = re.compile(r"""[^ !#-%(-;=?-\[\]-~]""")
 _MAXIMUM_COST = 14
-_NOTE = 32
+_NOTE, _BRIEF_NOTE = 32, 3
 
 Cost = Callable[[str], int]
 
@@ -28,16 +28,21 @@ def cost_of_text(text: str) -> int:
 def shortened(text: str, limit: int, cost: Cost = cost_of_text) -> str:
     """Return `text`, its middle left out where it takes more than `limit`.
 
-    >>> shortened("ha" * 100, 60)
-    'hahahahahahahahahaha … 170 characters left out … hahahahaha'
+    Its end is kept as well as its beginning: a traceback has the cause there, and paths differ there.
+
+    >>> shortened("ha" * 100, 132)[40:90]
+    'hahahahaha … 100 characters left out … hahahahahah'
+    >>> shortened("ha" * 100, 23)
+    'hahahahaha … hahahahaha'
     """
     if _fits(text, limit, cost):
         return text
-    room = max(limit - _NOTE, limit // 2)
-    start = _fitting(text, room * 2 // 3, cost)
-    length = _fitting(text[start:][::-1], room // 3, cost)
-    left_out = len(text) - start - length
-    return f"{text[:start]} … {left_out} characters left out … {text[len(text) - length :]}"
+    note = _NOTE if limit > 4 * _NOTE else _BRIEF_NOTE
+    room = max(limit - note, limit // 2)
+    start = _fitting(text, room - room // 2, cost)
+    length = _fitting(text[start:][::-1], room // 2, cost)
+    left_out = f" {len(text) - start - length} characters left out …" if note == _NOTE else ""
+    return f"{text[:start]} …{left_out} {text[len(text) - length :]}"
 
 
 def clipped(text: str, limit: int, cost: Cost = cost_of_text) -> str:

@@ -304,3 +304,14 @@ def test_a_value_whose_repr_raises_is_a_value_all_the_same(kernel):
     ran = kernel.ok("%%distributed -n 2 --out res\nShy()")
     assert "Shy" in ran.text
     assert kernel.value("[type(each) is Shy for each in res]") == [True, True]
+
+
+def test_what_a_rank_returns_may_be_written_to_without_changing_another_ranks(kernel):
+    kernel.ok("""
+    %%distributed -n 2 --out res
+    import numpy as np, torch
+    {"array": np.zeros(500_000), "tensor": torch.zeros(500_000), "small": torch.zeros(3)}
+    """)
+    kernel.ok("for each in res[0].values(): each += 1")
+    assert kernel.value("[float(each.sum()) for each in res[0].values()]") == [500_000.0, 500_000.0, 3.0]
+    assert kernel.value("[float(each.sum()) for each in res[1].values()]") == [0.0, 0.0, 0.0]

@@ -7,6 +7,7 @@ import json
 import re
 from base64 import b64encode
 from html.parser import HTMLParser
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from nblaunch.protocol.messages import (
     FrameRecord,
     JobAssigned,
     Measured,
+    Noticed,
     Phase,
     Printed,
     Raised,
@@ -37,6 +39,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import LocatedAll, format_ranks
 from nblaunch.protocol.state import RunState, advance
+from nblaunch.view import html as html_view
 from nblaunch.view import panel_parts
 from nblaunch.view.output import items_of
 from nblaunch.view.panel_output import WAITING, Feed, RankNews
@@ -462,6 +465,20 @@ def test_the_failure_has_the_root_cause_first_with_its_traceback_in_colours():
     assert ">E</span>: boom" in shown.sent["failure"]
 
 
+def test_an_attempt_before_is_drawn_once_whatever_comes_afterwards(monkeypatch):
+    draw = Mock(wraps=html_view.attempt_before)
+    monkeypatch.setattr(html_view, "attempt_before", draw)
+    shown = Shown(
+        run_of(2, out("line\n"), Raised(rank=1, failure=FailureRecord(type="E", message="boom", time=5.0)))
+    )
+    for number in (1, 2):
+        shown.tick(AttemptStarted(number=number, world_size=2, time=9.0 * number))
+        for text in ("one", "two", "three"):
+            shown.tick(Noticed(text=f"{text} {number}"))
+        assert draw.call_count == number
+    assert shown.parts["attempts"].count("restarted") == 2
+
+
 def test_attempts_are_told_as_in_the_saved_notebook_and_where_the_ranks_hang():
     boom = FailureRecord(type="ValueError", message="boom", time=5.0)
     shown = Shown(run_of(2, out("first\nlast\n"), Raised(rank=1, failure=boom)))
@@ -520,7 +537,7 @@ HOSTILE = [
 @given(st.lists(st.sampled_from(HOSTILE), min_size=5, max_size=5))
 def test_nothing_that_a_rank_says_becomes_markup(texts):
     printed, message, value, host, title = texts
-    failure = FailureRecord(type=message, message=message, traceback=printed, time=3.0)
+    failure = FailureRecord(type=message, message=message, traceback=printed, colored=printed, time=3.0)
     state = run_of(
         2, out(printed), err(message, 1), returned(0, value, value), figure(data={"text/html": printed})
     )
