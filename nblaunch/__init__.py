@@ -33,14 +33,7 @@ if TYPE_CHECKING:
     from nblaunch._insight import diff, log, step
     from nblaunch._metrics import Metrics
     from nblaunch._preempt import on_preempt
-    from nblaunch._results import (
-        Handle,
-        RankFailure,
-        RankResult,
-        RunResult,
-        SessionInfo,
-        SessionStatus,
-    )
+    from nblaunch._results import Handle, RankFailure, RankResult, RunResult, SessionInfo, SessionStatus
     from nblaunch.checks.doctor import doctor
     from nblaunch.checks.report import DoctorReport
     from nblaunch.client.run import StoppedWatchingError

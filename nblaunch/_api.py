@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from nblaunch import _notebook
 from nblaunch._results import Handle, RunResult, SessionInfo, SessionStatus
+from nblaunch.capture.names import cell_names
 from nblaunch.capture.saved import SavedSession
 from nblaunch.client import directory, saves
 from nblaunch.client.preparation import ClientJob, prepare_call
@@ -241,7 +242,8 @@ class Session:
             flags=_notebook.future_flags(),
         )
         variables = _notebook.namespace() or {} if namespace is None else namespace
-        perform = self._live.prepare_cell(job, _as_python(source), variables, _as_python, ranks=ranks)
+        names = cell_names(_as_python(source), transform=_as_python)
+        perform = self._live.prepare_cell(job, names, variables, ranks=ranks)
         return perform(None).unwrap(check=check)
 
     def push(self, mapping: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> None:

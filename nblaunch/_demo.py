@@ -66,7 +66,6 @@ def demo() -> int:
 
 
 def train() -> TrainedRank:
-    """Train on this rank's part of the data; every rank of the group runs this."""
     import torch
     from torch import distributed as dist
     from torch import nn
@@ -112,7 +111,6 @@ def train() -> TrainedRank:
 
 
 def digits() -> tuple[Images, Images]:
-    """Return the training and the test images, always the same ones."""
     import torch
     from sklearn.datasets import load_digits
 
@@ -125,7 +123,6 @@ def digits() -> tuple[Images, Images]:
 
 
 def checksum(network: torch.nn.Module) -> str:
-    """Return a short digest of every bit of the parameters."""
     digest = hashlib.sha256()
     for parameter in network.parameters():
         digest.update(parameter.detach().cpu().numpy().tobytes())
@@ -142,7 +139,6 @@ def _device() -> torch.device:
 
 
 def _table(reports: Sequence[TrainedRank]) -> str:
-    """Return one line per rank, in columns."""
     rows: list[tuple[str, ...]] = [
         ("rank", "device", "samples", "steps", "final loss", "test accuracy", "parameters")
     ]

@@ -19,18 +19,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from nblaunch._budget import shortened
 from nblaunch._help import FailureKind
 
 MESSAGE_LIMIT = 64 * 1024
 """Characters of one error message; a rank may raise an exception whose text is a whole data set."""
 
 
-def shorten(text: str, limit: int = MESSAGE_LIMIT) -> str:
-    """Return `text`, without its middle if it is longer than `limit` characters."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+def shorten(text: str) -> str:
+    """Return `text`, without its middle if it is longer than a message may be."""
+    return shortened(text, MESSAGE_LIMIT, len)
 
 
 class NblaunchError(Exception):

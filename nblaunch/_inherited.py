@@ -62,7 +62,6 @@ def umask() -> int | None:
 
 
 def limits() -> ResourceLimits:
-    """Return each limit's name, soft and hard value, as this process has them."""
     names = sorted(each for each in dir(resource) if each.startswith("RLIMIT_"))
     return tuple((name, *resource.getrlimit(getattr(resource, name))) for name in names)
 
@@ -97,7 +96,6 @@ def check_descriptors(nproc: int, limits: ResourceLimits) -> None:
 
 
 def too_few_descriptors(nproc: int, what: str, hard: int, phase: str = "fork") -> LaunchError:
-    """Return the error for ranks that need more descriptors than a limit allows."""
     msg = (
         f"{nproc} ranks were to be started, {what}, but the limit on open files (descriptors) is {hard}. "
         "Use fewer ranks, close files, or raise the hard limit: ulimit -n 65536 where Jupyter is started."
@@ -106,7 +104,6 @@ def too_few_descriptors(nproc: int, what: str, hard: int, phase: str = "fork") -
 
 
 def allows(limit: int, wanted: int) -> bool:
-    """Return whether a limit on descriptors allows so many."""
     return limit == resource.RLIM_INFINITY or limit >= wanted
 
 

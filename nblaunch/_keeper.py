@@ -29,7 +29,6 @@ _CALLS_CUDA = "KINETO_USE_DAEMON"
 
 
 def start(link_fd: int, owner: int, root: Path, live: str) -> subprocess.Popen[bytes]:
-    """Have a new Python call `elastic.keeper.keep_runtime`, by name. Nothing waits."""
     # Beside the notebook may be a `random.py`, where it has loaded the real one itself. Ranks get its path.
     path = sorted(absolute_path(), key=lambda entry: not is_standard_library(entry))
     code = (
@@ -140,7 +139,6 @@ class Boot:
         return last_words(self._logs)
 
     def close(self) -> None:
-        """Close the logs."""
         for log in self._logs:
             log.close()
 

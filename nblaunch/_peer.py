@@ -28,7 +28,6 @@ class Peer(NamedTuple):
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Return who connected the other end of a unix socket."""
     if sys.platform == "darwin":
         credentials = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED_BYTES)
         pid = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID)

@@ -29,7 +29,6 @@ _NO_DEBUGGER = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the mark for `pytest --markers` and `--strict-markers`."""
     config.addinivalue_line(
         "markers",
         "distributed(nproc='auto', *, timeout=300, **options): run the test on ranks of a session that the "
@@ -39,7 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Judge the mark of a test, before fixtures are set up."""
     mark = item.get_closest_marker("distributed")
     if mark is None:
         return
@@ -57,7 +55,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Run a test that has the mark on ranks."""
     asked = pyfuncitem.stash.get(_ASKED, None)
     if asked is None:
         return None

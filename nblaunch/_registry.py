@@ -54,7 +54,6 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """Return the identity of a process that runs; raise `ProcessLookupError` if there is none."""
         start = _start_of(pid)
         if start is None:
             msg = f"no process {pid} runs on this machine"
@@ -63,7 +62,6 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Whether this very process still runs."""
         return _start_of(self.pid) == self.start
 
 
@@ -76,7 +74,6 @@ class Host(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls) -> Host:
-        """Return this one."""
         namespace = ""
         with contextlib.suppress(OSError):
             namespace = str(Path("/proc/self/ns/pid").readlink())
@@ -121,7 +118,6 @@ class RuntimeEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def file(self) -> str:
-        """The name of its file."""
         return f"{self.keeper.pid}-{self.keeper.start}.json"
 
 
@@ -134,7 +130,6 @@ class FoundRuntime:
 
     @property
     def alive(self) -> bool:
-        """Whether the runtime lives here."""
         return not self.elsewhere
 
 
@@ -255,7 +250,6 @@ def write(entry: RuntimeEntry) -> tuple[Path, int]:
 
 
 def _replace(fd: int, entry: RuntimeEntry) -> int:
-    """Write a file of mode 0600 in a directory; a reader finds the old one or the new one, whole."""
     new = f"{entry.file}.{secrets.token_hex(4)}"
     opened = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=fd)
     try:
@@ -544,7 +538,6 @@ class Registration:
                 self._write(self._entry)
 
     def remove(self) -> None:
-        """Remove the entry and the name, as far as that is possible."""
         with contextlib.suppress(OSError, NblaunchError), self._lock:
             entry, self._entry = self._entry, None
             if entry is not None:

@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import contextvars
 import errno
+import functools
 import os
 import re
 import threading
@@ -309,8 +310,8 @@ class RunResult:
     """Has the logs of the run kept until the last result that refers to them is collected."""
     profile: Profile | None = field(default=None, repr=False)
     """What the ranks did, and who waited for whom: a `Profile`; None without `--profile`."""
-    _reporter: Callable[[RunResult], Report] | None = field(default=None, repr=False)
-    """Makes the report; None for a result that no run has made."""
+    _reporter: Callable[[RunResult], Report] | Report | None = field(default=None, repr=False)
+    """Makes the report, or is the one that was made for a pickle; None for a result that no run has made."""
 
     @property
     def ok(self) -> bool:
@@ -369,7 +370,7 @@ class RunResult:
         if self._reporter is None:
             msg = "this result was not made by a run, so there is nothing to report of it"
             raise NblaunchError(msg)
-        return self._reporter(self)
+        return self._reporter if isinstance(self._reporter, Report) else self._reporter(self)
 
     @property
     def devices(self) -> dict[int, str]:
@@ -400,7 +401,7 @@ class RunResult:
         """Pickle the values and the output, neither the live state nor the log directory; and the report."""
         kept = {**self.__dict__, "_late": list(self._late), "_state": None, "_keep": None}
         # Made now: what it is made of is not pickled, and holds what must not travel (`--env`).
-        return kept | {"_reporter": None if self._reporter is None else _Reported(self.report())}
+        return kept | {"_reporter": None if self._reporter is None else self.report()}
 
     def __repr__(self) -> str:
         """Return one line without times or pids."""
@@ -410,16 +411,6 @@ class RunResult:
         several = hosts if len(set(hosts.values())) > 1 else {}
         why = f", root cause: {ranks_on([root.rank], several)}: {root.reason}" if root else ""
         return f"<RunResult of {len(self)} ranks, {state}{why}>"
-
-
-@dataclass(frozen=True, slots=True)
-class _Reported:
-    """A report that was made before its result was pickled."""
-
-    report: Report
-
-    def __call__(self, _: RunResult) -> Report:
-        return self.report
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,15 +601,17 @@ class SessionInfo(SessionRecord, frozen=True, kw_only=True):
 
 def sessions_table(sessions: Iterable[SessionInfo]) -> str:
     """Return a line for each session, in columns."""
-    rows = [[_printable(cell) for cell in each._columns] for each in sessions]  # noqa: SLF001 - this module's own
+    # Without characters that a terminal obeys: a job's title may have any.
+    rows = [
+        [
+            "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in cell)
+            for cell in row
+        ]
+        for row in (each._columns for each in sessions)  # noqa: SLF001 - this module's own
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _printable(text: str) -> str:
-    """Return a text without characters that a terminal obeys: a job's title may have any."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def _span(seconds: float) -> str:
@@ -741,11 +734,7 @@ class EventLog:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the events."""
-        return _complete_log, (self.all(),)
-
-
-def _complete_log(events: tuple[Event, ...]) -> EventLog:
-    return EventLog(events, complete=True)
+        return functools.partial(EventLog, complete=True), (self.all(),)
 
 
 def held_by(name: str, by: ClientRecord, *, in_notebook: bool = True) -> str:

@@ -45,11 +45,9 @@ class RuntimeDirectory:
 
     @property
     def made(self) -> Path | None:
-        """Its path, if it has been made."""
         return self._root
 
     def make(self, prefix: str) -> Path:
-        """Make a directory of mode 0700 below it."""
         made = Path(tempfile.mkdtemp(prefix=prefix, dir=self.root()))
         made.chmod(0o700)
         return made

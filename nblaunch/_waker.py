@@ -30,6 +30,5 @@ class Waker:
                 pass
 
     def close(self) -> None:
-        """Close both ends."""
         self._polled.close()
         self._written.close()

@@ -126,10 +126,12 @@ def usual(nproc: int) -> float:
     return _usual[nproc]
 
 
-def bound(nproc: int, waited: float = 0.0) -> float:
-    """Return how long a run may take that waits `waited` seconds by its nature, then fails.
+def soon(seconds: float, nproc: int, waited: float = 0.0) -> bool:
+    """Return whether a run took no longer than one may that waits `waited` seconds by its nature, then fails.
 
-    Several times what a run without a failure takes: the machine may have become busier since, and each
-    rank loads what pytest loads. What must never be paid is the grace period, or a timeout of torch's.
+    Several times what a run without a failure takes, measured once more where the machine may have become
+    busier since. What must never be paid is the grace period, or a timeout of torch's.
     """
-    return waited + _MARGIN + 6 * usual(nproc)
+    if seconds >= waited + _MARGIN + 6 * usual(nproc):
+        del _usual[nproc]
+    return seconds < waited + _MARGIN + 6 * usual(nproc)

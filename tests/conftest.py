@@ -55,6 +55,9 @@ for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_signal, _handler)
 
 ROOT = Path(__file__).parents[1]
+UNIT = ROOT / "tests" / "unit"
+QUICK_LANE = "not slow and not full"
+"""The marks that pyproject.toml has pytest take."""
 MARK = "NBLAUNCH_TESTS"
 KERNEL_MARK = "NBLAUNCH_TEST_KERNEL"
 KERNEL_ENVIRONMENT = {
@@ -69,9 +72,7 @@ _NOT_OURS = ("pytest-of-", "torchinductor_", "joblib_memmapping_folder_")
 """What pytest makes, torch once a user uses DDP on a CUDA build with Triton, and joblib while it runs."""
 _CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS")
 """Variables that would change what the tests, or a pytest that one of them starts, are about."""
-_LEFT_TO_CI = {"browser", "notebooks", "programs"}
 _OTHER_PLACES = {"nodes", "notebook7"}
-_STARTS_ITS_OWN = {"script", "terminal", "start_kernel"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -88,6 +89,33 @@ def free(tmp_path):
 
 
 # --- one place for all that tests make -------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Give plain `pytest` a process more than there are cores, as tests wait half of the time.
+
+    A file is run by one of them, as its tests share kernels and sessions. In order: by default the files with
+    the fewest tests come last, which are those that start most.
+    """
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    plain = whole and config.option.markexpr.strip() == QUICK_LANE
+    chosen = getattr(config.option, "numprocesses", 0) is not None or config.option.usepdb
+    if plain and not chosen and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.option.numprocesses = min(max(len(os.sched_getaffinity(0)) + 1, 2), 4)
+        config.option.dist = "loadfile"
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while all is imported, and none of it later: this would take a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_configure() -> None:
@@ -107,15 +135,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to CI what starts a Python or a browser of its own, but for what is marked `quick`.
+    """Leave to CI what is not in `tests/unit`, but for what is marked `quick`.
 
     What is marked `once` is left to the slow lane in all places but the first, and what is marked `slow_at`
     in those that are named.
     """
     for item in items:
-        left_to_ci = _LEFT_TO_CI.intersection(item.path.relative_to(ROOT).parts[:2])
-        alone = _STARTS_ITS_OWN.intersection(getattr(item, "fixturenames", ()))
-        if (left_to_ci or alone) and not item.get_closest_marker("quick"):
+        if UNIT not in item.path.parents and not item.get_closest_marker("quick"):
             item.add_marker("full")
         case, params = (item.callspec.id, item.callspec.params) if hasattr(item, "callspec") else ("", {})
         named = {case, *case.split("-"), *(each for each in params.values() if isinstance(each, str))}

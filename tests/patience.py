@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds that something which must happen may take; only a failure waits as long."""
 
 

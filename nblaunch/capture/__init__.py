@@ -29,11 +29,10 @@ Modules, each after those that it imports:
 
     dataflow       scopes of a cell, what they bind, and what is bound on every path so far
     tensors        torch storages as buffers: once for each storage, never as a CUDA handle
-    parts          what an object is made of, and how the step to each part is written
+    parts          what an object is made of, how the step to each part is written, names in annotations
     arrays         NumPy arrays: views share their memory on the other side, and with torch's tensors
     identity       keys of objects; the tables at both ends
     recipes        what pickle cannot send of torch's objects: what makes each again
-    annotations    the names in annotations that are text
     push           the content of an object, which fills the one that a rank has
     own_modules    the notebook's own files that a job may import
     names          the names of the notebook that a cell needs, magics and shell commands included

@@ -12,8 +12,10 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import mmap
+import operator
 import pickle
 import sys
+import types
 import weakref
 import zlib
 from bisect import bisect_right
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.capture import tensors
-from nblaunch.capture.parts import attributes_of, set_attributes
+from nblaunch.capture.parts import Made, attributes_of, set_attributes
 
 _FILE = ("filename", "offset", "mode", "_mmap")
 """The attributes of a `numpy.memmap` that belong to its file."""
@@ -57,29 +59,16 @@ class Memory:
     def by_value(self) -> tuple[Any, ...]:
         """Return how to rebuild the bytes in memory of their own, or None for those of a file."""
         root = self.root()
-        return (_nothing, ()) if _is_mapped(root) else (_memory, (_buffer(root),))
+        return (types.NoneType, ()) if _is_mapped(root) else (_memory, (_buffer(root),))
 
 
 _memories: dict[int, Memory] = {}
 """By the address of the array at the end of the chain of bases, while that one is alive."""
 
 
-def _memory_of(root: Any) -> Memory:
-    if id(root) not in _memories:
-        _memories[id(root)] = Memory(root)
-    return _memories[id(root)]
-
-
-def _numpy() -> Any:
-    """Return NumPy if it has been imported (and not only begun to be), else None."""
-    numpy = sys.modules.get("numpy")
-    return numpy if hasattr(numpy, "memmap") else None
-
-
 def is_array(obj: Any) -> bool:
-    """Return whether `obj` is an array of any class."""
-    numpy = _numpy()
-    return numpy is not None and isinstance(obj, numpy.ndarray)
+    numpy: Any = sys.modules.get("numpy")
+    return hasattr(numpy, "memmap") and isinstance(obj, numpy.ndarray)  # it may be half imported
 
 
 def last_base(array: Any) -> Any:
@@ -149,10 +138,6 @@ def _memory(buffer: Any) -> Any:
     return np.frombuffer(bytearray(view) if view.readonly else view, np.uint8)
 
 
-def _nothing() -> None:
-    return None
-
-
 def bytes_of(memory: Any) -> Any:
     """Return the bytes of an array in one piece, or of a storage, as an array over them."""
     if tensors.is_storage(memory):
@@ -193,13 +178,8 @@ def _view(  # noqa: PLR0913, PLR0917 - all that makes up a view
 
 
 def _storage(memory: Any, shifts: Any, number: int, offset: int, size: int) -> Any:
-    """Return a storage of torch's over memory of NumPy's."""
     offset -= shifts[number] if shifts else 0
     return tensors.storage_over(bytes_of(memory)[offset : offset + size])
-
-
-def _dressed(array: Any, kind: type) -> Any:
-    return array.view(kind)
 
 
 def _mapped(  # noqa: PLR0913, PLR0917 - all that makes up a memmap
@@ -266,7 +246,7 @@ def reduce_alone(array: Any) -> Any:
     numpy = sys.modules["numpy"]
     if kind is numpy.ndarray or not is_taken_apart(kind):
         return NotImplemented
-    return _with_attributes(array, (_dressed, (array.view(numpy.ndarray), kind)))
+    return _with_attributes(array, (numpy.ndarray.view, (array.view(numpy.ndarray), kind)))
 
 
 def _place(array: Any, root: Any) -> tuple[Any, ...]:
@@ -298,7 +278,6 @@ def shown_by(obj: Any) -> tuple[Any, int, int]:
 
 
 def memory_of(root: Any) -> Memory | None:
-    """Return what stands for the memory of an array that views were sent of, None if none were."""
     return _memories.get(id(root))
 
 
@@ -322,7 +301,6 @@ def parts_within(root: Any, low: int, high: int, *, wholly: bool) -> range:
 
 
 def sample(array: Any, most: int) -> Any:
-    """Return at most so many elements of an array, spread over it."""
     along = max(int(most ** (1 / array.ndim)), 1)
     return array[tuple(slice(None, None, -(-length // along)) for length in array.shape)].copy()
 
@@ -355,7 +333,6 @@ class _Ranges:
         self._waiting: list[Any] = []
 
     def add(self, owner: Any) -> None:
-        """Add memory, unless it lies within what there is."""
         self._waiting.append(owner)
 
     def find(self, low: int, high: int) -> tuple[Any, bool]:
@@ -379,15 +356,10 @@ class _Ranges:
         return None, place < len(self._entries) and self._entries[place][0] < high
 
     def _place(self, address: int) -> int:
-        return bisect_right(self._entries, address, key=_first)
-
-
-def _first(entry: tuple[int, int, Any]) -> int:
-    return entry[0]
+        return bisect_right(self._entries, address, key=operator.itemgetter(0))
 
 
 def range_of(owner: Any) -> tuple[int, int]:
-    """Return where the memory of an array or a storage begins and ends."""
     if tensors.is_storage(owner):
         return owner.data_ptr(), owner.data_ptr() + owner.nbytes()
     return _bounds(owner)
@@ -433,7 +405,6 @@ class WholeMemories(tensors.WholeStorages):
         self._whole.clear()
 
     def reduce(self, obj: Any) -> Any:
-        """Return how to rebuild an array, a tensor or a storage, `NotImplemented` for pickle's own way."""
         if is_array(obj):
             return self._array(obj)
         if tensors.is_borrowed(obj):
@@ -500,7 +471,6 @@ class WholeMemories(tensors.WholeStorages):
         return _with_attributes(array, (_view, (root, None, 0, *facts)))
 
     def _prepare_search(self) -> None:
-        """Prepare to search what the ranks have."""
         self._must_search = False
         for each in self._there():
             owner: Any = each.root() if type(each) is Memory else each
@@ -560,7 +530,9 @@ class WholeMemories(tensors.WholeStorages):
         """Return what stands for the memory of an array or a storage, of which these bytes are shown."""
         if tensors.is_storage(owner):
             return owner, None, 0
-        memory = _memory_of(owner)
+        if id(owner) not in _memories:
+            _memories[id(owner)] = Memory(owner)
+        memory = _memories[id(owner)]
         if id(owner) in self._whole:
             memory.whole = weakref.ref(self._whole[id(owner)][1])
         elif _root_of_whole(owner) is None:
@@ -609,27 +581,17 @@ class _ArrayPart(tensors.StoragePart):
 
     def __init__(self, root: Any, size: int, number: int) -> None:
         self.root = root
-        self.storage = _PartAsStorage(self)
+        self.storage = Made((_whole_storage, (self,)))
+        """One storage for all tensors over this memory."""
         super().__init__(number, size)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _memory, (self.placeholder,)
 
     def data(self) -> memoryview:
-        """Return the bytes of the range."""
         if self.start >= self.high:
             return memoryview(b"")
         return memoryview(_buffer(self.root, self.start, self.high)).cast("B")
-
-
-class _PartAsStorage:
-    """One storage for all tensors over the memory of an array."""
-
-    def __init__(self, part: _ArrayPart) -> None:
-        self._part = part
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _whole_storage, (self._part,)
 
 
 def _whole_storage(memory: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch._errors import CaptureError
 from nblaunch.capture import pickling
-from nblaunch.capture.names import cell_names
+from nblaunch.capture.names import CellNames
 from nblaunch.capture.parts import attributes_of, fact_of
 from nblaunch.capture.pickling import Known, Packed
 
@@ -65,68 +65,56 @@ class Captured:
     """What the user should know of the variables in it."""
 
 
-def capture_cell(
-    source: str,
-    namespace: dict[str, Any],
-    transform: Callable[[str], str] = str,
-    *,
-    known: Known | None = None,
-) -> Captured:
-    """Capture the variables of `namespace` that a cell needs; `source` is plain Python, magics transformed.
+def capture_cell(names: CellNames, namespace: dict[str, Any], *, known: Known | None = None) -> Captured:
+    """Capture the variables of `namespace` that a cell needs.
 
-    `transform` does that for cells within the cell (below a `%%time` of its own). `known` is what the ranks
-    have already, None for fresh ones. Fresh ranks get only the part of a tensor's storage that is shown.
-
-    Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
+    `known` is what the ranks have already, None for fresh ones. Fresh ranks get only the part of a tensor's
+    storage that is shown. Raises `CaptureError` for the first value that cannot be sent.
     """
-    names = cell_names(source, transform=transform)
     used = names.needed | names.maybe
     available = notebook_names(namespace)
     lacking = (used if known is None else known.needs(used)) & available
-    while True:
-        packed, sent = _packed_cell(lacking, names.needed, namespace, known)
-        more = _more(packed, lacking, available, known)
-        if not more:
-            variables = {name: namespace[name] for name in sorted(sent)}
-            notices = _notices(packed, variables, namespace, known)
-            imports = _submodules_in(names.dotted, namespace)
-            return Captured(packed, imports, _sources(packed), sent, used, notices)
-        lacking |= more
 
-
-def _more(
-    packed: Packed, lacking: frozenset[str], available: AbstractSet[str], known: Known | None
-) -> frozenset[str]:
-    """Return the variables that functions read to which a pickle leads by key, and that the ranks lack.
-
-    The pickle takes along what the functions read that are in it.
-    """
-    if known is None:
-        return frozenset()
-    return (known.needs((), packed.keys) & available) - lacking - packed.carried.keys()
-
-
-def _packed_cell(
-    names: frozenset[str], needed: frozenset[str], namespace: dict[str, Any], known: Known | None
-) -> tuple[Packed, frozenset[str]]:
-    """Return the pickle of variables, and which are in it; one that only may be needed can be left out."""
-    surely = {name: namespace[name] for name in sorted(names & needed)}
-    maybe = {name: namespace[name] for name in sorted(names - needed)}
-    try:
-        packed = pickling.dumps({**surely, **maybe}, namespace, known, trim=known is None)
-    except Exception:  # noqa: BLE001 - whatever the objects raise
-        # A name that the cell may never load must not fail the run.
-        maybe = {name: value for name, value in maybe.items() if _refusal(value, namespace) is None}
-        with _explained(surely, namespace, "the cell uses"):
+    def pack(lacking: frozenset[str]) -> tuple[Packed, dict[str, Any]]:
+        surely = {name: namespace[name] for name in sorted(lacking & names.needed)}
+        maybe = {name: namespace[name] for name in sorted(lacking - names.needed)}
+        try:
             packed = pickling.dumps({**surely, **maybe}, namespace, known, trim=known is None)
-    return packed, frozenset(surely) | frozenset(maybe)
+        except Exception:  # noqa: BLE001 - whatever the objects raise
+            # A name that the cell may never load must not fail the run.
+            maybe = {name: value for name, value in maybe.items() if _can_be_sent(value, namespace)}
+            with _explaining(surely, namespace, "the cell uses"):
+                packed = pickling.dumps({**surely, **maybe}, namespace, known, trim=known is None)
+        return packed, {**surely, **maybe}
+
+    packed, sent = _pack_all(pack, lacking, available, known)
+    notices = _notices(packed, sent, namespace, known)
+    imports = _submodules_in(names.dotted, namespace)
+    return Captured(packed, imports, _sources(packed), frozenset(sent), used, notices)
+
+
+def _pack_all(
+    pack: Callable[[frozenset[str]], tuple[Packed, dict[str, Any]]],
+    lacking: frozenset[str],
+    available: AbstractSet[str],
+    known: Known | None,
+) -> tuple[Packed, dict[str, Any]]:
+    """Pickle what the ranks lack, and again with the variables of functions to which it leads by key.
+
+    The pickle takes along what the functions read that are in it. `pack` returns a pickle and its variables.
+    """
+    while True:
+        packed, sent = pack(lacking)
+        more = frozenset[str]() if known is None else known.needs((), packed.keys) & available
+        if not more - lacking - packed.carried.keys():
+            return packed, sent
+        lacking |= more - packed.carried.keys()
 
 
 def capture_values(
     values: dict[str, Any], namespace: dict[str, Any] | None = None, known: Known | None = None
 ) -> Captured:
-    """Capture variables for a push. Raises `CaptureError` for one that cannot be sent."""
-    with _explained(values, namespace, "the push holds"):
+    with _explaining(values, namespace, "the push holds"):
         packed = pickling.dumps(values, namespace, known, push=True)
     notices = _notices(packed, values, namespace, known)
     return Captured(packed, (), _sources(packed), frozenset(values), notices=notices)
@@ -147,17 +135,16 @@ def capture_call(
     roots |= {f"args[{position}]": value for position, value in enumerate(args)}
     roots |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
     available = namespace or {}
-    lacking: frozenset[str] = frozenset()
-    with _explained(roots, namespace, "the call uses"):
-        while True:
-            variables = tuple((name, available[name]) for name in sorted(lacking))
-            call = (function, tuple(args), tuple(kwargs.items()), variables)
-            packed = pickling.dumps(call, namespace, known, trim=known is None)
-            more = _more(packed, lacking, notebook_names(available), known)
-            if not more:
-                notices = _notices(packed, {**roots, **dict(variables)}, namespace, known)
-                return Captured(packed, (), _sources(packed), lacking, notices=notices)
-            lacking |= more
+
+    def pack(lacking: frozenset[str]) -> tuple[Packed, dict[str, Any]]:
+        variables = {name: available[name] for name in sorted(lacking)}
+        call = (function, tuple(args), tuple(kwargs.items()), tuple(variables.items()))
+        return pickling.dumps(call, namespace, known, trim=known is None), variables
+
+    with _explaining(roots, namespace, "the call uses"):
+        packed, sent = _pack_all(pack, frozenset(), notebook_names(available), known)
+        notices = _notices(packed, {**roots, **sent}, namespace, known)
+        return Captured(packed, (), _sources(packed), frozenset(sent), notices=notices)
 
 
 def called_name(function: object) -> str:
@@ -199,7 +186,7 @@ def _notices(
 
 
 @contextmanager
-def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str) -> Iterator[None]:
+def _explaining(roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str) -> Iterator[None]:
     """Turn an error in this block into a `CaptureError`, which names the part of `roots` that causes it."""
     try:
         yield
@@ -210,12 +197,12 @@ def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, us
         raise _capture_error(culprit, error, user) from error
 
 
-def _refusal(value: object, namespace: dict[str, Any] | None) -> Exception | None:
+def _can_be_sent(value: object, namespace: dict[str, Any]) -> bool:
     try:
         pickling.dumps(value, namespace)
-    except Exception as error:  # noqa: BLE001 - whatever the objects raise
-        return error
-    return None
+    except Exception:  # noqa: BLE001 - whatever the objects raise
+        return False
+    return True
 
 
 def _capture_error(culprit: Culprit | None, error: Exception, user: str) -> CaptureError:
@@ -265,11 +252,11 @@ def _submodules_in(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tupl
 
 
 def _sources(packed: Packed) -> dict[str, str]:
-    """Return the source of every notebook cell that the pickle holds code of."""
-    found = {}
-    for filename in packed.filenames:
-        entry = linecache.cache.get(filename)
-        # Entries without a modification time are not files but IPython's cells.
-        if entry is not None and len(entry) == 4 and entry[1] is None:  # noqa: PLR2004
-            found[filename] = "".join(entry[2])
-    return found
+    return {name: source for name in packed.filenames if (source := cell_source(name)) is not None}
+
+
+def cell_source(filename: str) -> str | None:
+    """Return the source of the notebook cell that was compiled under this name, None if there is none."""
+    entry = linecache.cache.get(filename)
+    # Entries without a modification time are not files but IPython's cells.
+    return "".join(entry[2]) if entry is not None and len(entry) == 4 and entry[1] is None else None  # noqa: PLR2004

@@ -72,7 +72,6 @@ class Body:
 
     @property
     def nodes(self) -> Sequence[ast.AST]:
-        """The code that runs when the function is called."""
         return [self.node.body] if isinstance(self.node, ast.Lambda) else self.node.body
 
 
@@ -147,14 +146,12 @@ def _in_same_scope(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def args_of(node: FunctionNode) -> list[ast.arg]:
-    """Return a function's parameters."""
     args = node.args
     starred = [arg for arg in (args.vararg, args.kwarg) if arg is not None]
     return [*args.posonlyargs, *args.args, *args.kwonlyargs, *starred]
 
 
 def defaults_of(node: FunctionNode) -> list[ast.expr]:
-    """Return the defaults of a function's parameters."""
     return [*node.args.defaults, *(default for default in node.args.kw_defaults if default is not None)]
 
 
@@ -164,7 +161,6 @@ def imported_name(alias: ast.alias) -> str:
 
 
 def are_annotations_lazy(tree: ast.Module) -> bool:
-    """Return whether annotations are evaluated lazily."""
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     return sys.version_info >= (3, 14) or any(
         node.module == "__future__" and any(alias.name == "annotations" for alias in node.names)
@@ -197,7 +193,6 @@ class Flow:
     dead: bool = False
 
     def __or__(self, other: Flow) -> Flow:
-        """Return the flow where two paths meet."""
         if self.dead or self is other:
             return other
         if other.dead:
@@ -228,7 +223,6 @@ class Flow:
         )
 
     def deleting(self, variable: Variable) -> Flow:
-        """Return the flow after `del variable`."""
         return replace(
             self,
             sure=self.sure - {variable},
@@ -282,7 +276,6 @@ class FlowVisitor(ast.NodeVisitor, ABC):
         """Record that `name` loses its value."""
 
     def visit_all(self, nodes: Iterable[ast.AST]) -> None:
-        """Visit `nodes`, one after the other."""
         for node in nodes:
             self.visit(node)
             self._reached |= self.flow

@@ -90,13 +90,11 @@ class ObjectTable:
         gc.callbacks.append(collecting)
 
     def close(self) -> None:
-        """Forget all objects, and the garbage collector."""
         if self._collecting in gc.callbacks:
             gc.callbacks.remove(self._collecting)
         self.clear()
 
     def clear(self) -> None:
-        """Forget all objects."""
         self._entries, self._held, self._keys, self._lost, self.attached = {}, {}, {}, [], {}
         self._memories = set()
 
@@ -121,7 +119,6 @@ class ObjectTable:
         return key if key is not None and self.get(key) is obj else None
 
     def get(self, key: int) -> Any:
-        """Return the object, None if it is gone."""
         weak = self._entries.get(key)
         return self._held.get(key) if weak is None else weak()
 
@@ -132,7 +129,6 @@ class ObjectTable:
         return found
 
     def discard(self, keys: Iterable[int]) -> None:
-        """Forget objects; unknown keys are ignored."""
         for key in keys:
             obj = self.get(key)
             if obj is not None and self._keys.get(id(obj)) == key:

@@ -169,11 +169,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         return True
 
     def store(self, name: str, bodies: Iterable[Body] = ()) -> None:
-        """Give `name` a value, which may be one of the functions `bodies`."""
         self.flow = self.flow.storing(self._variable(name), bodies)
 
     def forget(self, name: str) -> None:
-        """Take the value of `name` away."""
         self.flow = self.flow.deleting(self._variable(name))
 
     # Order of evaluation, where it is not the order of the tree
@@ -328,7 +326,6 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self._scope = outer
 
     def _scope_of(self, node: ast.AST) -> LexicalScope:
-        """Return the scope of `node`, the same one each time that it is followed."""
         if node not in self._scopes:
             self._scopes[node] = scope_of(node, self._scope)
         return self._scopes[node]
@@ -425,7 +422,6 @@ def interpolated(text: str) -> list[str]:
 
 
 def parsed(code: str, transform: Callable[[str], str] = str) -> list[ast.stmt]:
-    """Return the statements of `code`, none if it is not Python."""
     with suppress(SyntaxError, ValueError):
         return ast.parse(transform(code)).body
     return []

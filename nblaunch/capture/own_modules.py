@@ -51,7 +51,6 @@ class FilePrint(NamedTuple):
 
 
 def digest_of(content: bytes) -> bytes:
-    """Return the digest that identifies content."""
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -104,13 +103,11 @@ def roots_of(path: Sequence[str], directory: str) -> tuple[Path, ...]:
 
 
 def is_installed(path: str) -> bool:
-    """Whether a path belongs to the standard library or an installed package, of any environment."""
     return is_below(path, _installed()) or not _PACKAGES.isdisjoint(path.split("/"))
 
 
 @functools.lru_cache(maxsize=1)
 def _installed() -> tuple[str, ...]:
-    """Return the directories of the standard library and of installed packages."""
     paths = sysconfig.get_paths()
     found = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     with contextlib.suppress(AttributeError):  # an embedded Python may have none
@@ -140,7 +137,6 @@ def _project_of(directory: str) -> str:
 
 
 def is_below(path: str, directories: Iterable[str]) -> bool:
-    """Whether a path is one of these directories, or inside one."""
     return any(path == each or path.startswith(each.rstrip("/") + "/") for each in directories)
 
 
@@ -158,7 +154,7 @@ def imports_in(source: str | bytes) -> frozenset[ImportedName]:
         plain = _MAGIC.sub(r"\1pass", source)
         lines = (_parsed(line.strip()) for line in plain.splitlines() if "import" in line)
         tree = _parsed(plain) or ast.Module([each for line in lines if line for each in line.body], [])
-    return frozenset(_named_in(tree)) if tree is not None else frozenset()
+    return frozenset(_imported_names(tree)) if tree is not None else frozenset()
 
 
 def _parsed(source: str | bytes) -> ast.Module | None:
@@ -168,7 +164,7 @@ def _parsed(source: str | bytes) -> ast.Module | None:
         return None
 
 
-def _named_in(tree: ast.Module) -> Iterator[ImportedName]:
+def _imported_names(tree: ast.Module) -> Iterator[ImportedName]:
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -220,7 +216,7 @@ class _FileSearch:
             else ""
             for each in there.values()
         )
-        self._loaded, self._elsewhere = _sorted_out(self._roots, tuple(there), files)
+        self._loaded, self._elsewhere = _sort_modules(self._roots, tuple(there), files)
 
     def files(self, imports: Iterable[ImportedName], begin: Iterable[str]) -> tuple[str, ...]:
         for path in (*begin, *self._loaded):
@@ -241,7 +237,6 @@ class _FileSearch:
         return tuple(sorted(self._found))
 
     def _add(self, path: str) -> None:
-        """Add a file, and the package that contains it."""
         if path in self._found:
             return
         self._found.add(path)
@@ -287,7 +282,7 @@ class _FileSearch:
 
 
 @functools.lru_cache(maxsize=1)
-def _sorted_out(
+def _sort_modules(
     roots: tuple[str, ...], names: tuple[str, ...], files: tuple[str, ...]
 ) -> tuple[tuple[str, ...], frozenset[str]]:
     """Return the files of the loaded modules below a root, and the names that Python has found elsewhere."""

@@ -6,13 +6,16 @@ asks only the descriptors that Python and torch themselves put on types.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import sys
 import types
+import typing
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cloudpickle import cloudpickle as _cloudpickle
@@ -71,7 +74,6 @@ def parts_of(whole: Any) -> Iterator[Part]:
 
 
 def is_leaf(container: Any) -> bool:
-    """Return whether a container holds numbers and texts only."""
     values = container.values() if isinstance(container, dict) else ()
     return LEAVES.issuperset(map(type, container)) and LEAVES.issuperset(map(type, values))
 
@@ -92,6 +94,16 @@ def is_by_value(obj: type | types.FunctionType | types.ModuleType) -> bool:
     if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:
         return False
     return not _cloudpickle._should_pickle_by_reference(obj)  # noqa: SLF001 - its own answer, never ours
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Unpickles as what this makes, as `__reduce__` says it."""
+
+    reduced: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
 
 
 # Attributes
@@ -115,7 +127,6 @@ def attributes_of(obj: object) -> dict[str, Any] | None:
 
 
 def set_attributes(obj: object, attributes: Mapping[str, Any]) -> None:
-    """Set attributes in the `__dict__` of an object, as pickle does."""
     obj.__dict__.update(attributes)
 
 
@@ -133,7 +144,6 @@ def attributes(whole: object) -> Iterator[tuple[str, object]]:
 
 
 def named_parts(whole: object, named: Iterable[tuple[object, Any]]) -> Iterator[Part]:
-    """Yield attributes of an object as its parts."""
     is_module = tensors.is_module(whole)
     for name, value in named:
         if is_module and name in TORCH_CHILDREN and issubclass(type(value), dict):
@@ -220,7 +230,6 @@ def _iterate(whole: Iterable[object]) -> list[object]:
 
 
 def _array_elements(array: Any) -> Iterator[Part]:
-    """Yield the elements of NumPy's array of objects."""
     for place, element in sys.modules["numpy"].ndenumerate(array):
         yield "".join(f"[{index}]" for index in place), element
 
@@ -249,7 +258,6 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Part]:
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the variables of a closure that have a value."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a cell is empty until the variable is defined
@@ -292,3 +300,52 @@ def functions_in(value: Any) -> tuple[object, ...]:
     if issubclass(type(value), property):
         return value.fget, value.fset, value.fdel
     return (value,)
+
+
+# The names in annotations that are text: `typing.get_type_hints` looks them up where the code runs.
+# Dataclasses for argument parsers, and what `from __future__ import annotations` makes of any annotation.
+
+_NAMED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, int, str, types.NoneType)
+_OF_TYPES = frozenset({"typing", "typing_extensions", "types"})
+_DEEPEST = 10
+
+
+def annotation_names(obj: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names in the annotations of a function or class that are text.
+
+    Those that are data in the notebook are left out: `Literal["weights"]` means no variable.
+    """
+    names: set[str] = set()
+    with suppress(Exception):  # from Python 3.14 on, this runs the annotations
+        annotations = vars(obj).get("__annotations__") if isinstance(obj, type) else obj.__annotations__
+        for each in (annotations or {}).values():
+            names.update(_names_in(each))
+    return frozenset(name for name in names if name not in namespace or _is_named(namespace[name]))
+
+
+def _names_in(annotation: Any, depth: int = _DEEPEST) -> Iterator[str]:
+    if type(annotation) is str:
+        yield from _names_in_text(annotation)
+    elif type(annotation) is typing.ForwardRef:
+        yield from _names_in_text(annotation.__forward_arg__)
+    elif depth:
+        for each in typing.get_args(annotation):
+            yield from _names_in(each, depth - 1)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _names_in_text(text: str) -> frozenset[str]:
+    """Return the names in an annotation, also in text within it: `Optional["Node"]`."""
+    names: set[str] = set()
+    with suppress(SyntaxError, ValueError, RecursionError):  # `Float[Tensor, "batch seq"]`
+        for node in ast.walk(ast.parse(text, mode="eval")):
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+            elif isinstance(node, ast.Constant) and type(node.value) is str:
+                names |= _names_in_text(node.value)
+    return frozenset(names)
+
+
+def _is_named(value: object) -> bool:
+    """Return whether an annotation may mean this: a class, a module, a form of `typing`; no data."""
+    return issubclass(type(value), _NAMED) or type(value).__module__ in _OF_TYPES

@@ -39,8 +39,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import arrays, identity, push, recipes, tensors
-from nblaunch.capture.annotations import annotation_names
-from nblaunch.capture.parts import LEAVES, global_names
+from nblaunch.capture.parts import LEAVES, Made, annotation_names, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -69,7 +68,6 @@ class Packed:
 
     @property
     def parts(self) -> tuple[memoryview | tensors.Far, ...]:
-        """Return the stream first, then the buffers."""
         return (self.stream, *self.buffers)
 
     def is_same(self, other: Packed) -> bool:
@@ -83,7 +81,6 @@ class Packed:
 
     @property
     def size(self) -> int:
-        """Bytes, all parts together."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -100,15 +97,7 @@ _NAMESPACE = 0
 """The key of the notebook's namespace, which no object has: on a rank it is the rank's own."""
 
 
-class _MainGlobals:
-    """Unpickles as the globals of the process's own `__main__`."""
-
-    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
-        return main_globals, ()
-
-
 def main_globals() -> dict[str, Any]:
-    """Return the globals of this process's `__main__`."""
     return sys.modules["__main__"].__dict__
 
 
@@ -173,7 +162,6 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
 
 def is_pandas(kind: type) -> bool:
-    """Return whether objects of a class are pandas's own."""
     module: object = kind.__module__  # a metaclass may have put anything there
     return isinstance(module, str) and module.startswith("pandas.") and kind not in copyreg.dispatch_table
 
@@ -256,10 +244,9 @@ class Outbound(_ValuePickler):
     def _add_notebook(self, globals_: dict[str, Any]) -> None:
         self._notebook.add(id(globals_))
         # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-        self.globals_ref[id(globals_)] = _MainGlobals()
+        self.globals_ref[id(globals_)] = Made((main_globals, ()))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         is_notebooks = self.is_notebooks(obj)  # first: it may find out which dictionary is the notebook
         reduced = super().reducer_override(obj)
         if is_notebooks and isinstance(reduced, tuple):
@@ -279,12 +266,10 @@ class Outbound(_ValuePickler):
         return id(globals_) in self._notebook
 
     def read_by(self, obj: Any) -> frozenset[str]:
-        """Return the names of the notebook that a function or a class of it reads."""
         names = annotation_names(obj, self._namespace)
         return names if isinstance(obj, type) else names.union(global_names(obj))
 
     def needed_by(self, obj: Any) -> dict[str, Any]:
-        """Return the variables that a function or a class needs there."""
         names = self.read_by(obj)
         self.reads |= names
         globals_ = self._namespace if isinstance(obj, type) else obj.__globals__
@@ -377,7 +362,6 @@ def _set_offering(obj: Any, state: tuple[Callable[[Any, Any], Any], Any, dict[st
 
 
 def _offer_to_main(offered: Mapping[str, Any]) -> None:
-    """Give `__main__` the globals that it lacks."""
     for name, value in offered.items():
         main_globals().setdefault(name, value)
 
@@ -393,7 +377,6 @@ class Homebound(_ValuePickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
         tensors.refuse_bound(obj)
@@ -527,38 +510,37 @@ def dumps(
     goes along. With `trim` a view of a large tensor takes along only the part of its storage that it shows.
     Raises whatever the objects raise.
     """
-    if known is None:
-        kind: type[Outbound] = Outbound
-    else:
-        kind = _Refreshing if push else _Identifying
-    make = functools.partial(kind, namespace=namespace, known=known)
-    if known is None:
-        memories = arrays.TrimmedMemories if trim else arrays.WholeMemories
-        try:
-            return _packed(value, make, memories)
-        except Exception:  # noqa: BLE001 - whatever the objects raise
-            # The namespace has much in it that cannot be sent: perhaps an object holds it.
-            return _packed(value, functools.partial(Guarded, namespace=namespace, known=None), memories)
-    return _packed(value, make, functools.partial(arrays.WholeMemories, known.key_of, known.memories))
+
+    def packed(kind: type[Outbound], memories: Callable[..., arrays.WholeMemories]) -> Packed:
+        return _pack(value, functools.partial(kind, namespace=namespace, known=known), memories)
+
+    if known is not None:
+        there = functools.partial(arrays.WholeMemories, known.key_of, known.memories)
+        return packed(_Refreshing if push else _Identifying, there)
+    memories = arrays.TrimmedMemories if trim else arrays.WholeMemories
+    try:
+        return packed(Outbound, memories)
+    except Exception:  # noqa: BLE001 - whatever the objects raise
+        # The namespace has much in it that cannot be sent: perhaps an object holds it.
+        return packed(Guarded, memories)
 
 
 def dumps_home(value: object) -> Packed:
-    """Pickle a rank's value for the notebook."""
-    return _packed(value, Homebound, functools.partial(arrays.TrimmedMemories, writable=True))
+    return _pack(value, Homebound, functools.partial(arrays.TrimmedMemories, writable=True))
 
 
-def _packed(
+def _pack(
     value: object, make: Callable[..., _ValuePickler], memories: Callable[..., arrays.WholeMemories]
 ) -> Packed:
     whole: list[Any] = []
     while True:
         try:
-            return _packed_once(value, make, memories(first=whole))
+            return _pack_once(value, make, memories(first=whole))
         except arrays.OverlapError as error:
             whole.append(error.root)
 
 
-def _packed_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
+def _pack_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
     buffers: list[memoryview | tensors.Deferred] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -797,7 +779,6 @@ def _places_read(stream: bytes) -> Iterator[int]:
 
 
 def dumps_plain(value: object) -> bytes:
-    """Pickle a small object for the notebook, buffers included."""
     stream = io.BytesIO()
     Homebound(stream, protocol=5).dump(value)
     return stream.getvalue()

@@ -34,7 +34,6 @@ class ByValue:
         self.obj = obj
 
     def __reduce__(self) -> Any:
-        """Reduce to the content of the object."""
         if isinstance(self.obj, arrays.Memory):
             return self.obj.by_value()
         if arrays.is_array(self.obj):

@@ -33,10 +33,9 @@ _WRAPPED = "_wrapped_by_lr_sched"
 
 def reduce(obj: Any) -> Any:
     """Return how to rebuild one of these objects, `NotImplemented` for anything else."""
-    reduced = reduce_notebook_type(obj)
-    if reduced is not NotImplemented:
-        return reduced
     kind = type(obj)
+    if kind in _REDUCERS and (reduced := _REDUCERS[kind](obj)) is not NotImplemented:
+        return reduced
     if kind is types.FunctionType:
         # The mark that torch.compile leaves on its wrapper.
         return _compiled_function(obj) if "_torchdynamo_orig_callable" in obj.__dict__ else NotImplemented
@@ -50,7 +49,6 @@ _recipes: weakref.WeakKeyDictionary[type, Recipe | None] = weakref.WeakKeyDictio
 
 
 def _recipes_of(kind: type) -> Iterator[Recipe]:
-    """Yield the recipe for objects of a class."""
     for name in map(class_name, mro_of(kind)):
         if name in _BY_NAME:
             yield _BY_NAME[name]
@@ -159,7 +157,6 @@ def _loader(loader: Any) -> Any:
 
 
 def class_by_value(cls: type) -> Any:
-    """Return how to rebuild a class where the module that it is from is not there."""
     return _cloudpickle._dynamic_class_reduce(cls)  # noqa: SLF001 - no public name
 
 
@@ -224,11 +221,8 @@ def _validated_call(wrapper: Any) -> Any:
 
 
 def _number_facts(facts: Any) -> Any:
-    return type(facts), (getattr(sys.modules["torch"], facts.dtype),)
-
-
-def _numpys_number_facts(facts: Any) -> Any:
-    return type(facts), (facts.dtype,)
+    dtype = facts.dtype  # torch's are texts
+    return type(facts), (getattr(sys.modules["torch"], dtype) if type(dtype) is str else dtype,)
 
 
 _BY_NAME: dict[str, Recipe] = {
@@ -239,8 +233,8 @@ _BY_NAME: dict[str, Recipe] = {
     "torch.jit.torch.jit.ScriptFunction": _scripted_function,
     "torch.finfo": _number_facts,
     "torch.iinfo": _number_facts,
-    "numpy.finfo": _numpys_number_facts,
-    "numpy.iinfo": _numpys_number_facts,
+    "numpy.finfo": _number_facts,
+    "numpy.iinfo": _number_facts,
     "pydantic._internal._validate_call.ValidateCallWrapper": _validated_call,
 }
 """By the qualified name of a class; it goes for the classes made of it."""
@@ -249,12 +243,6 @@ _BY_NAME: dict[str, Recipe] = {
 # Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
 # The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
 # not at all, because of a lock or a weak reference that has no meaning elsewhere.
-
-
-def reduce_notebook_type(obj: Any) -> Any:
-    """Return how to rebuild one of these, `NotImplemented` for anything else."""
-    reducer = _REDUCERS.get(type(obj))
-    return NotImplemented if reducer is None else reducer(obj)
 
 
 def _reduce_cached_function(obj: Any) -> Any:
@@ -305,7 +293,6 @@ def _reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
-    """Give a variable of a closure its value."""
     (cell.cell_contents,) = content
 
 

@@ -51,16 +51,12 @@ class NoRoomError(MemoryError):
 
 
 class Outgoing(contextlib.ExitStack):
-    """A payload on its way; `close` frees what no process has mapped."""
+    """A payload that this process has made, or holds; `close` frees what no process has mapped."""
 
     def __init__(self, payload: Payload, release: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.payload = payload
         self.callback(release)
-
-
-class HeldPayload(Outgoing):
-    """What another process has made, and this one holds; `close` frees what no process has mapped."""
 
 
 def put(packed: Packed, directory: Callable[[], Path]) -> Outgoing:
@@ -178,22 +174,22 @@ def joined(payload: Payload, *, private: bool) -> memoryview:
         os.close(fd)
 
 
-def hold(payload: Payload, directory: Callable[[], Path]) -> HeldPayload:
+def hold(payload: Payload, directory: Callable[[], Path]) -> Outgoing:
     """Open what another process has made, and map nothing: from now on this process is the one that holds it.
 
     Whatever becomes of its maker, it can be mapped until `close`. Without /proc there are only files on disk:
     they are linked into the private directory that `directory` names. Raises `OSError` as `get` does.
     """
     if payload.inline is not None:
-        return HeldPayload(payload)
+        return Outgoing(payload)
     fd = _opened(payload, _layout(payload.sizes)[1], os.O_RDWR)
     if _DESCRIPTORS.is_dir():
         held = Payload(sizes=payload.sizes, pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
-        return HeldPayload(held, lambda: os.close(fd))
+        return Outgoing(held, lambda: os.close(fd))
     os.close(fd)
     link = directory() / f"held-{secrets.token_hex(8)}"
     os.link(payload.path, link)
-    return HeldPayload(Payload(sizes=payload.sizes, path=str(link)), lambda: link.unlink(missing_ok=True))
+    return Outgoing(Payload(sizes=payload.sizes, path=str(link)), lambda: link.unlink(missing_ok=True))
 
 
 def _opened(payload: Payload, total: int, flags: int) -> int:
@@ -241,15 +237,12 @@ class Incoming:
         os.ftruncate(self.fd, total)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Take one piece."""
         _write_at(self.fd, data, offset)
 
     def payload(self, sizes: tuple[int, ...]) -> Payload:
-        """Return the payload as a process of this machine gets it."""
         return Payload(sizes=sizes, pid=os.getpid(), fd=self.fd, path=self.path)
 
     def close(self) -> None:
-        """Free what nobody has mapped."""
         os.close(self.fd)
         if self.path:
             Path(self.path).unlink(missing_ok=True)
@@ -304,7 +297,6 @@ def _write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _free_memory() -> int:
-    """Return the bytes that may still be used: of the machine, and of the tightest cgroup's limit."""
     free = int(psutil.virtual_memory().available)
     container = tightest_memory()
     return free if container is None else min(free, container[1])

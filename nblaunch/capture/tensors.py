@@ -30,7 +30,6 @@ _outgoing = threading.local()
 
 
 def reduce(obj: Any) -> Any:
-    """Return how to rebuild a torch storage, `NotImplemented` for anything else."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return NotImplemented
@@ -138,7 +137,6 @@ def reduce_device(obj: Any) -> Any:
 
 
 def _own_device(kind: str, index: int | None) -> Any:
-    """Return the device on which a tensor of this device arrives."""
     import torch
 
     device = torch.device(getattr(_arrival, "device", None) or "cpu")
@@ -198,26 +196,22 @@ def has_usual_state(kind: type) -> bool:
 
 
 def is_tensor(obj: Any) -> bool:
-    """Return whether `obj` is a torch tensor of any class."""
     torch = sys.modules.get("torch")
     # Not `isinstance`, which reads `obj.__class__`: that may be a property.
     return torch is not None and issubclass(type(obj), torch.Tensor)
 
 
 def is_module(obj: Any) -> bool:
-    """Return whether `obj` is a torch module of any class."""
     torch = sys.modules.get("torch")
     return torch is not None and hasattr(torch, "nn") and issubclass(type(obj), torch.nn.Module)
 
 
 def is_plain_tensor(obj: Any) -> bool:
-    """Return whether `obj` is a tensor or a parameter, and of no other class."""
     torch = sys.modules.get("torch")
-    return torch is not None and type(obj) in _plain(torch)
+    return torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_storage(obj: Any) -> bool:
-    """Return whether `obj` is the memory of tensors."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(type(obj), torch.UntypedStorage)
 
@@ -233,7 +227,6 @@ def is_borrowed(obj: Any) -> bool:
 
 
 def storage_over(array: Any) -> Any:
-    """Return a storage over the memory of an array of bytes."""
     import torch
 
     storage: Any = torch.from_numpy(array).untyped_storage()
@@ -242,7 +235,6 @@ def storage_over(array: Any) -> Any:
 
 
 def array_over(storage: Any) -> Any:
-    """Return an array of bytes over the memory of a storage."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
@@ -265,13 +257,13 @@ def reduce_by_value(obj: Any) -> Any:
         return reduce(obj)
     import torch
 
-    alone = _elsewhere(obj)
+    alone = _copy_apart(obj)
     if isinstance(obj, torch.nn.Parameter):
         return torch.nn.Parameter, (alone, obj.requires_grad)
     return alone.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def _elsewhere(tensor: Any) -> Any:
+def _copy_apart(tensor: Any) -> Any:
     """Return a tensor of the same elements over a storage that no other tensor has.
 
     It reads the memory of a contiguous CPU tensor in place; any other tensor is copied.
@@ -279,7 +271,7 @@ def _elsewhere(tensor: Any) -> Any:
     import torch
 
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
-    if plain and tensor.nbytes and type(tensor) in _plain(torch) and not tensor.is_quantized:
+    if plain and tensor.nbytes and is_plain_tensor(tensor) and not tensor.is_quantized:
         memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
         memory.tensor = tensor  # lives as long as the memory is read
         alone: Any = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
@@ -322,7 +314,7 @@ def _is_sole_user(torch: Any, tensor: Any) -> bool:
     A view, an array of NumPy, a DLPack capsule, a collective at work and a graph that saved the tensor each
     add to a count. The counts of a new tensor differ between versions of torch.
     """
-    if type(tensor) not in _plain(torch) or hasattr(tensor.untyped_storage(), "is_shared_with_arrays"):
+    if not is_plain_tensor(tensor) or hasattr(tensor.untyped_storage(), "is_shared_with_arrays"):
         return False
     return _users(torch, tensor) == _users(torch, torch.empty(1))
 
@@ -331,10 +323,6 @@ def _users(torch: Any, tensor: Any) -> tuple[int, ...]:
     storage = tensor.untyped_storage()
     in_torch = torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # noqa: SLF001 - no public counts
     return (*in_torch, sys.getrefcount(storage))
-
-
-def _plain(torch: Any) -> tuple[type, type]:
-    return torch.Tensor, torch.nn.Parameter
 
 
 # What torch leaves out of a tensor's pickle, and what is part of the tensor for its user.
@@ -417,7 +405,6 @@ def _set_state(tensor: Any, state: tuple[Any, Any]) -> None:
 
 
 def set_parts(tensor: Any, parts: tuple[Any, Any, Any] | None) -> None:
-    """Give a leaf its gradient and its hooks."""
     gradient, hooks, later = parts or (None, None, None)
     tensor.grad = gradient
     if hooks or tensor._backward_hooks:  # noqa: SLF001 - where `register_hook` keeps them
@@ -453,7 +440,6 @@ class Far:
 
     @property
     def address(self) -> tuple[int, int]:
-        """Where the bytes are on their device, and how many."""
         return self._storage.data_ptr() + self._low, self.nbytes
 
     def pieces(self, size: int) -> Iterator[memoryview]:
@@ -492,7 +478,6 @@ class WholeStorages:
         return data
 
     def reduce(self, obj: Any) -> Any:
-        """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
         # The name first of all: pickle calls this for every object.
         if type(obj).__name__ != "UntypedStorage" or not is_storage(obj):
             return reduce(obj)
@@ -521,7 +506,6 @@ class TrimmedStorages(WholeStorages):
         self._table.placeholder = self.defer(self._table.data)  # no circle: storages are freed at once
 
     def reduce(self, obj: Any) -> Any:
-        """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "UntypedStorage"):
             return NotImplemented
@@ -619,7 +603,6 @@ class _TensorPart(StoragePart):
         return _untyped_part, (self.placeholder, self.storage.device.type)
 
     def data(self) -> memoryview | Far:
-        """Return the bytes of the range."""
         if self.start >= self.high:
             return memoryview(b"")
         if self.storage.device.type != "cpu":
@@ -639,7 +622,6 @@ class _Table:
         return _shifts, (self.placeholder,)
 
     def data(self) -> memoryview:
-        """Return the numbers as bytes, none if all are 0."""
         starts = array.array("q", [part.start for part in self._parts.values()])
         return memoryview(starts if any(starts) else b"").cast("B")
 

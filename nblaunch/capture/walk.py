@@ -91,28 +91,23 @@ class SentFrames:
         """For objects that were found unchanged."""
 
     def __contains__(self, key: int) -> bool:
-        """Return whether an object with this key was sent."""
         return key in self._frames
 
     def get(self, key: int) -> ObjectFrame | None:
-        """Return the frame of an object, None if it was not sent."""
         return self._frames.get(key)
 
     def update(self, frames: Mapping[int, ObjectFrame]) -> None:
-        """Keep frames, by key."""
         if not self._frames.keys().isdisjoint(frames):
             self._names.clear()
             self.shortcuts.clear()
         self._frames |= frames
 
     def copy(self) -> SentFrames:
-        """Return frames that can be changed without these."""
         other = SentFrames(self._table)
         other._frames = dict(self._frames)
         return other
 
     def discard(self, keys: Iterable[int]) -> set[int]:
-        """Forget frames; return the keys that were known."""
         return {key for key in keys if self._frames.pop(key, None) is not None}
 
     def names(self, keys: Iterable[int]) -> frozenset[str]:
@@ -157,7 +152,6 @@ class Inspection:
         return key if key is not None and identity.has_identity(obj) else None
 
     def frame(self, obj: Any) -> ObjectFrame:
-        """Return the frame of an object as it is now."""
         return self._pickler.frame(obj)
 
     def arriving(self, new: Mapping[int, Any], filled: Iterable[int]) -> dict[int, ObjectFrame]:
@@ -419,7 +413,6 @@ class _Depth:
 
 
 def _depths(dicts: list[Any], lists: list[Any], containers: dict[int, tuple[int, Any]]) -> list[_Depth]:
-    """Return the depths below some containers, which take theirs out of `containers`."""
     depths: list[_Depth] = []
     while not depths or not depths[-1].is_last:
         depths.append(depth := _Depth(dicts, lists, containers))
@@ -435,7 +428,6 @@ def _parted(dicts: list[Any], lists: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _getter(places: list[int]) -> Callable[[list[Any]], Any]:
-    """Return what takes some elements out of a list."""
     if not places:
         return lambda _: ()
     return operator.itemgetter(*places, *places[:1])  # of a single place it would give the bare element
@@ -512,7 +504,6 @@ def _leaf_digest(container: Any) -> _Leaf:
 
 
 def _columns(container: Any) -> Iterator[list[Any]]:
-    """Yield the elements of a container, or its keys and then its values."""
     yield list(container)
     if isinstance(container, dict):
         yield list(container.values())
@@ -523,10 +514,6 @@ class _ValuesOnly(pickle.Pickler):
         if obj is complex or type(obj) in (OrderedDict, complex):
             return NotImplemented
         raise TypeError
-
-
-def _is_leaf(container: Any) -> bool:
-    return is_leaf(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
 
 
 def _sample(container: Any) -> Iterator[Any]:
@@ -552,11 +539,9 @@ class _Digest:
         return size
 
     def state(self) -> tuple[int, int]:
-        """Return the digest."""
         return self._crc, self._size
 
     def reset(self) -> None:
-        """Begin another one."""
         self._crc = self._size = 0
 
 
@@ -578,11 +563,12 @@ class _FramePickler(Guarded):
         self._visited: dict[int, int] = {}
 
     def frame(self, obj: Any) -> ObjectFrame:
-        """Return the frame of an object; one without a digest if it cannot be compared."""
         kind = type(obj)
         if id(obj) in self._notebook:
             return _UNKNOWN  # it leads to all variables, which are known by name
-        if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
+        if kind in _CONTAINERS and (
+            not obj or is_leaf(obj if len(obj) <= MOST_ELEMENTS else list(_sample(obj)))
+        ):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
         self._children, self._names, self._visited = [], set(), {id(obj): -1}
@@ -590,10 +576,9 @@ class _FramePickler(Guarded):
         try:
             own = self._own_state(obj)
         except Exception:  # noqa: BLE001 - whatever the objects raise; and what is too large
-            return ObjectFrame(None, tuple(dict.fromkeys(self._children)), frozenset(self._names))
-        if kind in _WEAK:
             own = None
-        return ObjectFrame(own, tuple(dict.fromkeys(self._children)), frozenset(self._names))
+        digest = None if kind in _WEAK else own
+        return ObjectFrame(digest, tuple(dict.fromkeys(self._children)), frozenset(self._names))
 
     def _own_state(self, obj: Any) -> object:
         if tensors.is_tensor(obj):
@@ -707,7 +692,6 @@ _caches: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictio
 
 
 def _without(caches: frozenset[str], reduced: Any) -> Any:
-    """Return a reduction without these attributes."""
     if not isinstance(reduced, tuple):
         return reduced
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import psutil
+
 from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import Finding, warning
 
@@ -40,19 +42,11 @@ def detached_sessions(own: DoctorRuntime) -> Iterator[Finding]:
     except OSError:
         return
     in_container = _IN_KUBERNETES in os.environ or any(Path(each).exists() for each in _CONTAINER_MARKS)
-    user = _user_name()
+    user = psutil.Process().username()
     lingers = (_LINGERING / user).exists()
     yield from cgroup_ends(cgroup, in_container=in_container)
     yield from logout_kills(cgroup, logind_settings(*logind_files()), user)
     yield from last_logout(cgroup, str(own.directory.root()), user, lingers=lingers)
-
-
-def _user_name() -> str:
-    import pwd  # only here: this module can be imported on Windows
-
-    with contextlib.suppress(KeyError):
-        return pwd.getpwuid(os.getuid()).pw_name
-    return str(os.getuid())
 
 
 # --- the control group ------------------------------------------------------------------------------------
@@ -67,12 +61,13 @@ def cgroup_ends(cgroup: str, *, in_container: bool) -> Iterator[Finding]:
     >>> list(cgroup_ends("0::/user.slice/user-1000.slice/session-3.scope", in_container=False))
     []
     """
-    job = _batch_job(cgroup)
+    jobs = [(system, found[1]) for system, job in _BATCH.items() if (found := job.search(cgroup))]
     service = _service(cgroup)
-    if job:
+    if jobs:
+        system, number = jobs[0]
         yield warning(
             _NAME,
-            f"this process is part of {job}: when that ends, a detached session ends, too",
+            f"this process is part of {system} job {number}: when that ends, a detached session ends, too",
             "Ask for as much time as the session needs, and save checkpoints.",
         )
     elif in_container or _CONTAINER.search(cgroup):
@@ -88,14 +83,6 @@ def cgroup_ends(cgroup: str, *, in_container: bool) -> Iterator[Finding]:
             f"this process is part of {service}: when that is stopped, a detached session ends, too",
             f"Set KillMode=process in that unit, or start Jupyter outside of a service: {_OUTSIDE}.",
         )
-
-
-def _batch_job(cgroup: str) -> str:
-    for system, job in _BATCH.items():
-        found = job.search(cgroup)
-        if found is not None:
-            return f"{system} job {found[1]}"
-    return ""
 
 
 def _service(cgroup: str) -> str:
@@ -147,7 +134,6 @@ def logind_settings(main: str, added: Iterable[str] = ()) -> dict[str, str]:
 
 
 def logout_kills(cgroup: str, settings: Mapping[str, str], user: str) -> Iterator[Finding]:
-    """Report that logind ends this login session's processes with it, where it is set to."""
     only, spared = settings.get("KillOnlyUsers", "").split(), settings.get("KillExcludeUsers", "root").split()
     killed = user not in spared and (user in only or not only)
     if killed and settings.get("KillUserProcesses", "").lower() in _TRUE and _LOGIN_SESSION.search(cgroup):

@@ -177,13 +177,11 @@ def _found_by(check: Check, catch: type[BaseException] = Exception) -> list[Find
 def _let_torch_load() -> None:
     """Wait for a check that imports torch: an import that goes on while Python ends crashes the process."""
     deadline = time.monotonic() + _LOADING_SECONDS
-    while time.monotonic() < deadline and any(map(_loading, ("torch", "torch.distributed"))):
+    while time.monotonic() < deadline and any(
+        getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
+        for name in ("torch", "torch.distributed")
+    ):
         time.sleep(0.02)
-
-
-def _loading(module: str) -> bool:
-    spec = getattr(sys.modules.get(module), "__spec__", None)
-    return getattr(spec, "_initializing", False)
 
 
 atexit.register(_let_torch_load)

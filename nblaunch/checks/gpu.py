@@ -27,6 +27,7 @@ from nblaunch._errors import LaunchError
 from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, problem, warning
+from nblaunch.diagnose.failures import reserved_here
 from nblaunch.protocol.reports import size
 
 _SECONDS = 3.5
@@ -85,9 +86,14 @@ class Gpu:
     total: int | None
     free: int | None
 
+    @classmethod
+    def read(cls, line: str) -> Gpu:
+        """Take it from a line of `nvidia-smi --query-gpu`."""
+        index, uuid, *name, total, free = (part.strip() for part in line.split(","))
+        return cls(index, uuid, ", ".join(name), _bytes(total), _bytes(free))
+
 
 def gpus() -> Iterator[Finding]:
-    """Report which GPUs there are, how much of their memory is free, and whether torch can use them."""
     program = shutil.which("nvidia-smi")
     if program is None:
         if any(Path("/dev").glob("nvidia[0-9]*")):
@@ -114,11 +120,13 @@ def gpus() -> Iterator[Finding]:
     if listed.returncode or not listed.stdout.strip():
         yield ok("GPU", _NONE)
         return
-    found = [_gpu(line) for line in listed.stdout.splitlines() if line.strip()]
+    found = [Gpu.read(line) for line in listed.stdout.splitlines() if line.strip()]
     if not why_no_torch():
         yield from _fit(found, answers["header"].stdout)
     held = _held_here(answers["processes"].stdout)
-    yield from (_memory(gpu, held.get(gpu.uuid, 0)) for gpu in found)
+    for gpu in found:
+        # In a container the driver counts other process ids, or names none: torch's count is a lower bound.
+        yield _memory(gpu, max(held[gpu.uuid], reserved_here(gpu.uuid.removeprefix("GPU-"))))
     if len(found) > 1:
         yield _peers(answers["peers"].stdout)
 
@@ -156,11 +164,6 @@ def asking(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
-
-
-def _gpu(line: str) -> Gpu:
-    index, uuid, *name, total, free = (part.strip() for part in line.split(","))
-    return Gpu(index, uuid, ", ".join(name), _bytes(total), _bytes(free))
 
 
 def _bytes(mebibytes: str) -> int | None:
@@ -201,20 +204,7 @@ def _held_here(processes: str) -> Counter[str]:
         uuid, pid, used, *_ = (part.strip() for part in f"{line},,".split(","))
         if pid == str(os.getpid()):
             held[uuid] += _bytes(used) or 0
-    # In a container the driver counts other process ids, or names none: torch's own count is a lower bound.
-    return held | _reserved_by_torch()
-
-
-def _reserved_by_torch() -> Counter[str]:
-    """Return what torch's allocator holds, by GPU; asks only a CUDA that is initialised already."""
-    reserved = Counter[str]()
-    if not why_no_torch():
-        import torch
-
-        for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-            reserved[uuid] = torch.cuda.memory_reserved(index)
-    return reserved
+    return held
 
 
 def _memory(gpu: Gpu, held: int) -> Finding:
@@ -237,7 +227,6 @@ def _memory(gpu: Gpu, held: int) -> Finding:
 
 
 def _peers(matrix: str) -> Finding:
-    """Report whether the GPUs can read each other's memory."""
     refused, pairs = refused_pairs(matrix)
     if not pairs:
         return ok("peer-to-peer", "this driver does not tell")
@@ -271,7 +260,6 @@ def refused_pairs(matrix: str) -> tuple[list[str], int]:
 
 
 def health(own: DoctorRuntime) -> Iterator[Finding]:
-    """Report what is wrong with the GPUs themselves."""
     if why_no_torch():
         return
     import torch
@@ -300,7 +288,6 @@ def health(own: DoctorRuntime) -> Iterator[Finding]:
 
 
 def ask_nvml() -> dict[str, Any]:
-    """Return NVML's answers, empty without NVML. Raises `TimeoutExpired`."""
     with asking([sys.executable, "-I", "-S", str(_ASK_NVML)]) as process:
         out, _ = process.communicate(timeout=_SECONDS)
     try:
@@ -348,7 +335,6 @@ def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:
 
 
 def memory_errors(gpus: Gpus) -> Iterator[Finding]:
-    """Report GPUs with faulty memory, as far as they count errors (ECC)."""
     name = "GPU memory errors"
     fine = True
     for index, gpu in gpus.items():
@@ -393,7 +379,6 @@ def driver_errors(gpus: Gpus, xids: Sequence[Sequence[Any]]) -> Iterator[Finding
 
 
 def architecture(gpus: Gpus, built_for: Sequence[str]) -> Iterator[Finding]:
-    """Report whether this torch has code for the GPUs; `built_for` is torch's own list, empty if unknown."""
     if not built_for:
         return
     known = {index: tuple(gpu["capability"]) for index, gpu in gpus.items() if "capability" in gpu}
@@ -442,7 +427,6 @@ def torchs_architectures(own: DoctorRuntime, deadline: float) -> list[str]:
 
 
 def persistence(gpus: Gpus) -> Iterator[Finding]:
-    """Report whether the driver stays loaded while nothing uses it (persistence mode)."""
     name = "persistence mode"
     modes = [gpu["persistence"] for gpu in gpus.values() if "persistence" in gpu]
     if modes and all(modes):
@@ -453,7 +437,6 @@ def persistence(gpus: Gpus) -> Iterator[Finding]:
 
 
 def nvlink(gpus: Gpus, answers: Mapping[str, Any]) -> Iterator[Finding]:
-    """Report which GPUs NVLink connects."""
     name = "NVLink"
     joined, pairs = answers.get("joined", 0), answers.get("pairs", 0)
     down = {index: gpu["links"].count(0) for index, gpu in gpus.items() if any(gpu.get("links", ()))}

@@ -70,7 +70,6 @@ def all_reduce(own: DoctorRuntime) -> Iterator[Finding]:
 def _try(
     own: DoctorRuntime, count: int, environ: Mapping[str, str], seconds: float
 ) -> tuple[list[RankReport], str]:
-    """Run it once; return what each rank has reported, and what failed, nothing if all is well."""
     scratch = own.directory.make("doctor-")
     outputs = [scratch / f"rank{rank}" for rank in range(count)]
     ranks: list[subprocess.Popen[bytes]] = []

@@ -20,7 +20,6 @@ _BUSY_SHELL = (7, 4)
 
 
 def front_end() -> Iterator[Finding]:
-    """Report how runs will be shown here."""
     name = "notebook"
     wanted = os.environ.get(DISPLAY_VARIABLE) or "auto"
     if wanted not in DISPLAY_MODES:
@@ -71,7 +70,6 @@ def _widgets(name: str) -> Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """Compare what is installed with what nblaunch needs, and what is loaded with what is installed."""
     name = "versions"
     python = f"Python {sys.version.split()[0]} on {sys.platform}"
     try:

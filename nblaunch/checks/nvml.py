@@ -65,25 +65,21 @@ class Nvml:
         return [int(each.value) for each in found] if done else None
 
     def number(self, function: str, *arguments: Any, kind: Any = ctypes.c_uint) -> int | None:
-        """Call a function that writes one number."""
         found = self.numbers(function, *arguments, kinds=(kind,))
         return None if found is None else found[0]
 
     def text(self, function: str, handle: ctypes.c_void_p) -> str | None:
-        """Call a function that writes a text."""
         written = ctypes.create_string_buffer(_NAME_BYTES)
         done = self.does(function, handle, written, ctypes.c_uint(_NAME_BYTES))
         return written.value.decode("utf-8", "replace") if done else None
 
     def handles(self) -> Iterator[ctypes.c_void_p]:
-        """Yield the GPUs in NVML's order, that of the PCI bus."""
         for index in range(self.number("nvmlDeviceGetCount_v2") or 0):
             handle = ctypes.c_void_p()
             if self.does("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)):
                 yield handle
 
     def field(self, handle: ctypes.c_void_p, field: int) -> int | None:
-        """Return the value of a field that is an unsigned int."""
         asked = _Field(field=field)
         done = self.does("nvmlDeviceGetFieldValues", handle, 1, ctypes.byref(asked))
         return int(asked.value) & 0xFFFFFFFF if done and asked.status == 0 else None

@@ -56,7 +56,6 @@ class DoctorRuntime:
         return self.started.ask_on_a_line(request).architectures
 
     def close(self) -> None:
-        """End the runtime, whatever it does, and remove the directory."""
         self._over.set()
         with self._use:
             if self.started is not None:

@@ -47,7 +47,6 @@ sys.stdin.read()
 
 
 def build() -> Iterator[Finding]:
-    """Report which torch this is, and which backends its ranks can use."""
     why = why_no_torch()
     if why:
         yield problem("torch", f"cannot be imported: {why}", _REINSTALL)
@@ -73,7 +72,6 @@ def build() -> Iterator[Finding]:
 
 
 def nccl() -> Iterator[Finding]:
-    """Report which NCCL ranks on GPUs will use, and which variables change its behaviour."""
     if why_no_torch():
         return
     import torch.distributed as dist
@@ -90,7 +88,6 @@ def nccl() -> Iterator[Finding]:
 
 
 def why_no_torch() -> str:
-    """Return why torch cannot be imported; empty if it can."""
     try:
         import torch.distributed  # noqa: F401 - whether it can be is the question
     except Exception as error:  # noqa: BLE001 - missing, of the wrong version, a library that is not there ...
@@ -193,7 +190,6 @@ def _in_child(path: str, fd: int | None = None) -> dict[str, Any]:
 
 
 def loopback() -> Iterator[Finding]:
-    """Connect to a socket on the loopback interface, as ranks connect to theirs."""
     name = "loopback"
     try:
         # Not `create_connection`, which asks the resolver: that one has a check of its own.
@@ -229,7 +225,6 @@ def hostname() -> Iterator[Finding]:
 
 
 def this_process() -> Iterator[Finding]:
-    """Report whether this process is a rank: a rank cannot start ranks."""
     name = "this process"
     rank = _notebook.inside_rank()
     variables = [each for each in _OF_A_RANK if each in os.environ]

@@ -92,17 +92,14 @@ class DoctorReport:
 
 
 def ok(name: str, summary: str, advice: str = "") -> Finding:
-    """Return a finding that needs nothing done."""
     return Finding(name, Level.OK, on_one_line(summary), advice)
 
 
 def warning(name: str, summary: str, advice: str = "") -> Finding:
-    """Return a finding that makes some runs fail, or slows them down."""
     return Finding(name, Level.WARNING, on_one_line(summary), advice)
 
 
 def problem(name: str, summary: str, advice: str = "") -> Finding:
-    """Return a finding that makes runs fail."""
     return Finding(name, Level.PROBLEM, on_one_line(summary), advice)
 
 
@@ -126,7 +123,6 @@ def on_one_line(text: str, limit: int = 300) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return `1 GPU`, `2 GPUs`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -46,7 +46,6 @@ _YOUNG_SECONDS = 60.0
 
 
 def open_files() -> Iterator[Finding]:
-    """Compare the limit on open files with what ranks, and the runtime for them, take."""
     # The soft one does not matter: the runtime and the ranks raise theirs.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -60,9 +59,11 @@ def open_files() -> Iterator[Finding]:
 
 
 def processes() -> Iterator[Finding]:
-    """Compare the limits on processes, the user's and the container's, with what ranks take."""
     name = "process limit"
-    limits = [each for each in (_user_tasks(), _container_tasks()) if each is not None]
+    container = _cgroups.tightest_tasks(cgroups("pids"))
+    limits = [] if container is None else [("the container", *container)]
+    if (user := _user_tasks()) is not None:
+        limits.append(user)
     if not limits:
         yield ok(name, "none that counts")
         return
@@ -94,13 +95,7 @@ def _user_tasks() -> tuple[str, int, int] | None:
     return "this user", used, soft
 
 
-def _container_tasks() -> tuple[str, int, int] | None:
-    tightest = _cgroups.tightest_tasks(cgroups("pids"))
-    return None if tightest is None else ("the container", *tightest)
-
-
 def memory() -> Iterator[Finding]:
-    """Report how much memory there is, on the machine and within the container's limit."""
     machine = psutil.virtual_memory()
     free = int(machine.available)
     summary = f"{size(free)} available of {size(machine.total)}"
@@ -126,7 +121,6 @@ def container_memory() -> tuple[int, int] | None:
 
 
 def threads() -> Iterator[Finding]:
-    """Report how many threads each rank computes with."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     value = os.environ.get("OMP_NUM_THREADS")
     if value is None:

@@ -102,7 +102,14 @@ def find(name: str | None) -> RuntimeEntry:
         none="there is none on this machine. Start one: %distributed start -n 2 --detach.",
         some=("the detached ones are", "Give one of these names."),
     )
-    return _of_this_version(entry)
+    if entry.protocol != PROTOCOL:
+        msg = (
+            f"session {entry.name!r} was started by nblaunch {entry.version}, and this is nblaunch "
+            f"{__version__}. Use it with that version, or stop it: python -m nblaunch stop "
+            f"{entry.name}."
+        )
+        raise NblaunchError(msg, kind=FailureKind.OTHER_VERSION)
+    return entry
 
 
 def find_open(name: str) -> tuple[RuntimeEntry, SessionRecord]:
@@ -124,17 +131,6 @@ def find_open(name: str) -> tuple[RuntimeEntry, SessionRecord]:
     where = f"it is open {elsewhere}" if elsewhere else "python -m nblaunch sessions lists those that are"
     msg = f"session {name!r} is not open on this machine; {where}."
     raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
-
-
-def _of_this_version(entry: RuntimeEntry) -> RuntimeEntry:
-    if entry.protocol != PROTOCOL:
-        msg = (
-            f"session {entry.name!r} was started by nblaunch {entry.version}, and this is nblaunch "
-            f"{__version__}. Use it with that version, or stop it: python -m nblaunch stop "
-            f"{entry.name}."
-        )
-        raise NblaunchError(msg, kind=FailureKind.OTHER_VERSION)
-    return entry
 
 
 def stop(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the report of a finished job is made of: its result, its state, its options, this environment."""
+"""The facts in the report of a finished job, from its result, state, options and environment."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict
 
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
@@ -55,8 +57,8 @@ class JobReporter:
 
     def _facts(self, result: RunResult, found: Blame) -> dict[str, Any]:
         state = result.state
-        root = result.root_cause
-        causes = found.causes
+        root, causes = result.root_cause, found.causes
+        states = {each.rank: str(each.state) for each in result.ranks}
         if root is not None and causes and root.rank not in causes[0].ranks:
             causes = tuple(sorted(causes, key=lambda each: root.rank not in each.ranks))
         return {
@@ -67,7 +69,7 @@ class JobReporter:
             "world_size": result.world_size,
             "backend": state.backend or result.backend,
             "seconds": _seconds(result),
-            "states": {word: format_ranks(ranks) for word, ranks in _states(result).items()},
+            "states": {word: format_ranks(ranks) for word, ranks in ranks_by_answer(states).items()},
             "root_cause": {} if root is None else _cause(root, causes[0] if causes else None, result),
             "help": self._kind(result, root),
             "also_failed": [{"ranks": each.who, "reason": str(each.reason)} for each in causes[1:]],
@@ -76,7 +78,7 @@ class JobReporter:
             "hang": _hang(result.hang_report),
             "attempts": list(_attempts(result)) if len(result.attempts) > 1 else [],
             "warnings": list(dict.fromkeys(text for text in result.warnings if "\n" not in text)),
-            "options": _options(self.options),
+            "options": {"line": replace(self.options, env=dict.fromkeys(self.options.env, _MASK)).to_line()},
             "versions": _versions(),
             "hosts": list(_hosts(result)),
             "memory": _memory(result),
@@ -102,7 +104,7 @@ class JobReporter:
 
     @property
     def _broke(self) -> tuple[str, FailureKind | None]:
-        """What broke the group, in words, and its kind."""
+        """The error that ended the group, as text, and its kind."""
         if self.end.launch_failure is not None:
             phase, message = self.end.launch_failure
             return f"phase '{phase}': {message}", LaunchError("", phase=phase).kind
@@ -132,10 +134,6 @@ def _seconds(result: RunResult) -> float | None:
     return round(max(ends) - min(starts), 3) if starts and ends else None
 
 
-def _states(result: RunResult) -> dict[str, tuple[int, ...]]:
-    return ranks_by_answer({each.rank: str(each.state) for each in result.ranks})
-
-
 # Why it failed.
 
 
@@ -158,28 +156,13 @@ def _cause(root: RankFailure, alike: Alike | None, result: RunResult) -> dict[st
         "signal": root.signal,
         "phase": str(root.phase),
         "traceback": root.traceback if dead or chained else "",
-        "held": [
-            {
-                "size": each.size,
-                "what": each.what,
-                "count": each.count,
-                "name": each.name,
-                "where": each.where,
-                "made": each.made,
-            }
-            for each in root.memory
-        ],
+        "held": [asdict(each) for each in root.memory],
         "memory": {} if used is None else _bytes(used),
     }
 
 
 def _frame(frame: FrameRecord) -> dict[str, Any]:
-    return {
-        "file": frame.filename,
-        "line": frame.line,
-        "function": frame.function,
-        "source": frame.source,
-    }
+    return {"file": frame.filename, "line": frame.line, "function": frame.function, "source": frame.source}
 
 
 def _hang(report: HangReport | None) -> dict[str, Any]:
@@ -218,11 +201,6 @@ def _attempts(result: RunResult) -> Iterator[dict[str, Any]]:
 # What it was.
 
 
-def _options(options: LaunchOptions) -> dict[str, Any]:
-    shown = replace(options, env=dict.fromkeys(options.env, _MASK))
-    return {"line": shown.to_line()}
-
-
 @cache
 def _versions() -> dict[str, str]:
     """Return the versions of this process's packages; torch is not loaded for it."""
@@ -258,8 +236,7 @@ def _hosts(result: RunResult) -> Iterator[dict[str, Any]]:
 
 
 def _bytes(used: MemoryUse) -> dict[str, int]:
-    known = {name: getattr(used, name) for name in used.__struct_fields__}
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in asdict(used).items() if value is not None}
 
 
 def _memory(result: RunResult) -> dict[str, Any]:
@@ -271,14 +248,14 @@ def _memory(result: RunResult) -> dict[str, Any]:
     for name in MemoryUse.__struct_fields__:
         having = {rank: figures[name] for rank, figures in known.items() if name in figures}
         if having:
-            least, most = min(having, key=lambda r: having[r]), max(having, key=lambda r: having[r])
+            least, most = _extremes(having)
             found[name] = {f"least, rank {least}": having[least], f"most, rank {most}": having[most]}
     return found
 
 
 def _seen(result: RunResult) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    found["metrics"] = {name: _values(by_rank) for name, by_rank in sorted(result.metrics.last.items())}
+    metrics = {name: _values(by_rank) for name, by_rank in sorted(result.metrics.last.items())}
+    found: dict[str, Any] = {"metrics": metrics}
     slowest = None if result.profile is None else result.profile.slowest_step
     if slowest is not None:
         step, seconds, rank = slowest
@@ -289,8 +266,13 @@ def _seen(result: RunResult) -> dict[str, Any]:
 def _values(by_rank: Mapping[int, float]) -> Any:
     if len(by_rank) <= _FEW:
         return {format_ranks([rank]): value for rank, value in sorted(by_rank.items())}
-    least, most = min(by_rank, key=lambda r: by_rank[r]), max(by_rank, key=lambda r: by_rank[r])
+    least, most = _extremes(by_rank)
     return f"{by_rank[least]} (rank {least}) to {by_rank[most]} (rank {most})"
+
+
+def _extremes(by_rank: Mapping[int, float]) -> tuple[int, int]:
+    """Return the ranks that have the least and the most."""
+    return min(by_rank, key=lambda rank: by_rank[rank]), max(by_rank, key=lambda rank: by_rank[rank])
 
 
 # The last lines of output.

@@ -17,13 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch.capture.capture import (
-    IPYTHONS_CONTAINERS,
-    IPYTHONS_NAMES,
-    RANK_NAMES,
-    Captured,
-    notebook_names,
-)
+from nblaunch.capture.capture import IPYTHONS_CONTAINERS, IPYTHONS_NAMES, RANK_NAMES, Captured, notebook_names
 from nblaunch.capture.identity import ObjectTable, has_identity
 from nblaunch.capture.walk import CHANGED, Inspection, ObjectFrame, SentFrames
 from nblaunch.protocol.messages import Names, Objects
@@ -47,7 +41,7 @@ class _Binding:
 
 
 class _Record:
-    """What some ranks have, all of them the same."""
+    """The objects and names that some ranks have, all of them the same."""
 
     def __init__(self, ranks: frozenset[int], table: ObjectTable) -> None:
         self.ranks = ranks
@@ -67,10 +61,10 @@ class _Record:
 
 
 class Knowledge:
-    """What the ranks of one attempt have been sent."""
+    """The objects and names that were sent to the ranks of one attempt."""
 
     def __init__(self, numbers: Iterator[int] | None = None) -> None:
-        """Give objects `numbers` as keys, which nobody has given to others that these ranks may have."""
+        """`numbers` become keys of objects; no client has used them for other objects of these ranks."""
         self._lock = threading.RLock()
         self._attempt = -1
         self._table = ObjectTable()
@@ -113,7 +107,7 @@ class Knowledge:
     def bound_again(self, names: Iterable[str]) -> None:
         """Note which variables a cell of the notebook has bound, each perhaps to the object that it had.
 
-        Those that are imported mean the same on the ranks, whoever has bound them.
+        Imported objects do not count: they mean the same on the ranks.
         """
         with self._lock:
             for record in self._records:
@@ -187,7 +181,7 @@ class Knowledge:
 
 @dataclass(slots=True)
 class Delivery:
-    """What the ranks will know once a payload has arrived; holds no object."""
+    """The record of the ranks once a payload has arrived; holds no object."""
 
     bound: dict[str, _Binding]
     frames: dict[int, ObjectFrame]
@@ -197,7 +191,7 @@ class Delivery:
 
 
 class KnowledgeView:
-    """What some ranks know, as one payload for them sees it: a `Known` of capture."""
+    """The knowledge of the ranks that get the same payload: a `Known` of capture."""
 
     def __init__(
         self,

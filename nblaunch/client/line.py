@@ -21,15 +21,7 @@ from typing import Any, Generic
 
 from nblaunch._errors import LaunchError
 from nblaunch._peer import peer_of
-from nblaunch.protocol.client import (
-    AnswerT,
-    Introduce,
-    Request,
-    RequestFailed,
-    RuntimeWelcome,
-    decode_answer,
-    decode_event,
-)
+from nblaunch.protocol import client as wire
 from nblaunch.protocol.framing import LIMIT, Frame, FrameKind, Frames, header
 from nblaunch.protocol.messages import encode
 
@@ -130,11 +122,11 @@ def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class SentRequest(Generic[AnswerT]):
+class SentRequest(Generic[wire.AnswerT]):
     """A request that was sent, by its number on its line."""
 
     number: int
-    request: type[Request[AnswerT]]
+    request: type[wire.Request[wire.AnswerT]]
 
 
 class ClientLine:
@@ -145,7 +137,7 @@ class ClientLine:
     """
 
     def __init__(
-        self, connection: socket.socket, introduce: Introduce, gone: Callable[[], Exception]
+        self, connection: socket.socket, introduce: wire.Introduce, gone: Callable[[], Exception]
     ) -> None:
         """Send `introduce`, without waiting for the answer; `gone` makes the error for its end."""
         self.decode_folded: Callable[[bytes], object] = bytes
@@ -161,7 +153,7 @@ class ClientLine:
         self._unsent = bytearray()
         self._kept: deque[Frame] = deque()
         self._numbers = itertools.count()
-        self._introduction = SentRequest(next(self._numbers), Introduce)
+        self._introduction = SentRequest(next(self._numbers), wire.Introduce)
         self._awaited = {self._introduction.number}
         self._answers: dict[int, bytes] = {}
         self._ended = False
@@ -179,7 +171,7 @@ class ClientLine:
         self._socket.close()
 
     @functools.cached_property
-    def welcome(self) -> RuntimeWelcome:
+    def welcome(self) -> wire.RuntimeWelcome:
         """The runtime's answer to the introduction, for which this waits; raises its error if it refuses."""
         return self.answer_to(self._introduction)
 
@@ -187,7 +179,7 @@ class ClientLine:
         """Wait until the introduction is answered; return False if it is not within `seconds`."""
         return self._wait(lambda: self._introduction.number in self._answers, _deadline(seconds))
 
-    def ask(self, request: Request[AnswerT], seconds: float | None = None) -> AnswerT:
+    def ask(self, request: wire.Request[wire.AnswerT], seconds: float | None = None) -> wire.AnswerT:
         """Send `request` and return its answer; raise the error that the runtime answers.
 
         Raises `TimeoutError` after `seconds`. Events and folded messages that come first are kept for `next`.
@@ -205,7 +197,7 @@ class ClientLine:
         self._awaited.discard(number)
         self._answers.pop(number, None)
 
-    def begin(self, request: Request[AnswerT]) -> SentRequest[AnswerT]:
+    def begin(self, request: wire.Request[wire.AnswerT]) -> SentRequest[wire.AnswerT]:
         """Send `request`; `answer_to` waits for the answer, which is kept."""
         for each in self._answers.keys() - {self._introduction.number}:
             self._forget(each)
@@ -214,14 +206,14 @@ class ClientLine:
         self._send(number, request)
         return SentRequest(number, type(request))
 
-    def answer_to(self, sent: SentRequest[AnswerT]) -> AnswerT:
+    def answer_to(self, sent: SentRequest[wire.AnswerT]) -> wire.AnswerT:
         """Return the answer to a request that `begin` has sent; raise the error that the runtime answers.
 
         After an interrupt this can be called again, until something else begins.
         """
         return self._answer_to(sent, math.inf)
 
-    def send(self, request: Request[Any]) -> None:
+    def send(self, request: wire.Request[Any]) -> None:
         """Send `request`; an answer is not kept."""
         self._send(next(self._numbers), request)
 
@@ -235,7 +227,7 @@ class ClientLine:
             return None
         frame = self._kept[0]
         if frame.kind is FrameKind.EVENT:
-            message: object = decode_event(frame.body, _RUNTIME)
+            message: object = wire.decode_event(frame.body, _RUNTIME)
         else:
             message = self.decode_folded(frame.body)
         self._kept.popleft()
@@ -250,15 +242,15 @@ class ClientLine:
         """Wait until `next` has something to return, or would raise; return False after `seconds`."""
         return self._wait(lambda: bool(self._kept) or self._ended, _deadline(seconds))
 
-    def _answer_to(self, sent: SentRequest[AnswerT], until: float) -> AnswerT:
+    def _answer_to(self, sent: SentRequest[wire.AnswerT], until: float) -> wire.AnswerT:
         if not self._wait(lambda: sent.number in self._answers, until):
             raise _Late
-        answer = decode_answer(self._answers[sent.number], sent.request, _RUNTIME)
-        if isinstance(answer, RequestFailed):
+        answer = wire.decode_answer(self._answers[sent.number], sent.request, _RUNTIME)
+        if isinstance(answer, wire.RequestFailed):
             raise answer.error.error()
         return answer
 
-    def _send(self, number: int, request: Request[Any]) -> None:
+    def _send(self, number: int, request: wire.Request[Any]) -> None:
         body = encode(request)
         frame = header(FrameKind.STRUCT, number, len(body)) + body
         self._raise_if_ended()

@@ -1,4 +1,4 @@
-"""What a process has once to be a client: its own runtime, and those it is attached to.
+"""A process as a client: its own runtime, and the runtimes that it is attached to.
 
 No other module keeps a connection, or registers anything for the end of the process or for its forks.
 """
@@ -31,16 +31,7 @@ from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch._version import __version__
 from nblaunch.client.code_manifest import KnownFiles
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
-from nblaunch.protocol.client import (
-    AnswerT,
-    ClientNote,
-    DescribeSessions,
-    Introduce,
-    ListenAgain,
-    Request,
-    RuntimeWelcome,
-    Stop,
-)
+from nblaunch.protocol import client as wire
 from nblaunch.protocol.messages import encode
 from nblaunch.protocol.state import decode_folded
 
@@ -48,7 +39,7 @@ if TYPE_CHECKING:
     from nblaunch._results import EventLog
 
 LIVE = "nblaunch.runtime.runtime_main:live"
-"""What the runtime's process calls, by name: a client does not import it."""
+"""The entry point of the runtime's process, by name: a client does not import it."""
 _ENDING_SECONDS = 15.0
 _DESCRIBE_SECONDS = 5.0
 _END_SECONDS = 40.0
@@ -63,7 +54,7 @@ class Client:
         """In a fork, `parents` is the client of the parent process."""
         self.directory = RuntimeDirectory()
         self.last_events: EventLog | None = None
-        """What torchelastic recorded in the user's last run."""
+        """torchelastic's events of the user's last run."""
         self.files = KnownFiles()
         self._lock = threading.RLock()
         self._runtime: OwnRuntime | None = None
@@ -90,7 +81,7 @@ class Client:
                     self._runtime = OwnRuntime(self.directory.root())
             return self._runtime
 
-    def ask(self, request: Request[AnswerT]) -> tuple[Runtime, AnswerT]:
+    def ask(self, request: wire.Request[wire.AnswerT]) -> tuple[Runtime, wire.AnswerT]:
         """Return what has answered a request that begins nothing: another runtime where this one is gone."""
         runtime = self.runtime
         try:
@@ -172,9 +163,9 @@ class Runtime(abc.ABC):
         self._notes: deque[bytes] = deque()
         self._control = ClientLine(control, self._introduction(), self._gone)
 
-    def _introduction(self) -> Introduce:
+    def _introduction(self) -> wire.Introduce:
         shell = _notebook.shell()
-        return Introduce(
+        return wire.Introduce(
             token=self._token,
             version=__version__,
             pid=os.getpid(),
@@ -202,14 +193,14 @@ class Runtime(abc.ABC):
         return bool(self._token)
 
     @property
-    def welcome(self) -> RuntimeWelcome:
+    def welcome(self) -> wire.RuntimeWelcome:
         """Its first answer; waits until it is there."""
         with self._lock:
             welcome = self._control.welcome
             self._token = self._token or welcome.token
             return welcome
 
-    def ask(self, request: Request[AnswerT], seconds: float | None = None) -> AnswerT:
+    def ask(self, request: wire.Request[wire.AnswerT], seconds: float | None = None) -> wire.AnswerT:
         """Return the answer to a short request. Raises `TimeoutError` after `seconds`."""
         self.refuse_in_fork()
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
@@ -224,7 +215,7 @@ class Runtime(abc.ABC):
         """Return how long it may take to stop: a job that runs has its grace period."""
         grace = 0.0
         with contextlib.suppress(NblaunchError, TimeoutError):
-            answer = self.ask(DescribeSessions(), _DESCRIBE_SECONDS)
+            answer = self.ask(wire.DescribeSessions(), _DESCRIBE_SECONDS)
             grace = max((each.grace for each in answer.sessions), default=0.0)
         return grace + _END_SECONDS
 
@@ -240,7 +231,7 @@ class Runtime(abc.ABC):
             raise
         self._return_line(line)
 
-    def ask_on_a_line(self, request: Request[AnswerT]) -> AnswerT:
+    def ask_on_a_line(self, request: wire.Request[wire.AnswerT]) -> wire.AnswerT:
         with self.line() as line:
             return line.ask(request)
 
@@ -254,7 +245,7 @@ class Runtime(abc.ABC):
                 return self._free.pop()
         _ = self.welcome
         if not all((self.root / name).exists() for name in ("client", "notes")):
-            self.ask(ListenAgain())
+            self.ask(wire.ListenAgain())
         try:
             connection = connect(self.root / "client")
         except LaunchError:
@@ -281,14 +272,10 @@ class Runtime(abc.ABC):
                 return
         line.close()
 
-    def spill(self) -> Path:
-        """Return where payloads are written that memory has no room for."""
-        return self.root
-
     def number(self) -> int:
         return self.welcome.client * _FIRST_NUMBER + next(self._numbers)
 
-    def note(self, note: ClientNote) -> None:
+    def note(self, note: wire.ClientNote) -> None:
         """Send what a finalizer releases; never raises, and never waits.
 
         A finalizer may run on any thread, at any point of the user's own code: no lock is taken. A fork of
@@ -382,7 +369,7 @@ class OwnRuntime(Runtime):
 
     def stop(self) -> None:
         try:
-            self.ask(Stop(), self._stop_seconds())
+            self.ask(wire.Stop(), self._stop_seconds())
         except TimeoutError:
             self._boot.keeper.send_signal(signal.SIGUSR1)
         except NblaunchError:
@@ -419,7 +406,7 @@ class FoundRuntimeClient(Runtime):
         super().__init__(Path(entry.root), entry.token, control)
 
     @property
-    def welcome(self) -> RuntimeWelcome:
+    def welcome(self) -> wire.RuntimeWelcome:
         """Its first answer. Raises `LaunchError` if it does not come in time: the process may be stopped."""
         with self._lock:
             answered = self._control.is_welcome(_WELCOME_SECONDS)
@@ -441,7 +428,7 @@ class FoundRuntimeClient(Runtime):
 
     def stop(self) -> None:
         try:
-            self.ask(Stop(), self._stop_seconds())
+            self.ask(wire.Stop(), self._stop_seconds())
         except (NblaunchError, TimeoutError):
             # The runtime refuses us, does not answer, or is ending: its keeper ends everything.
             _keeper.stop(self.entry.keeper.pid, self.entry.keeper.start)

@@ -55,7 +55,8 @@ def environment_of(path: Sequence[str], directory: str, environ: Mapping[str, st
     Raises `OptionError` for packages that another machine cannot install.
     """
     requirements = requirements_of(_installed(path), tuple(map(str, roots_of(path, directory))))
-    uv = _own_uv(environ)
+    beside = Path(sysconfig.get_path("scripts"), "uv")
+    uv = str(beside) if beside.is_file() else shutil.which("uv", path=environ.get("PATH"))
     return NodeEnvironment(
         python=platform.python_version(),
         platform=f"{sys.platform}-{platform.machine()}",
@@ -219,12 +220,6 @@ def _pip_settings(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 # --- what is sent ------------------------------------------------------------------------------------
-
-
-def _own_uv(environ: Mapping[str, str]) -> str | None:
-    """Return the path of uv: beside this Python, else on the `PATH`."""
-    beside = Path(sysconfig.get_path("scripts"), "uv")
-    return str(beside) if beside.is_file() else shutil.which("uv", path=environ.get("PATH"))
 
 
 def _own_wheel() -> tuple[str, bytes]:

@@ -29,22 +29,7 @@ from nblaunch.client.line import ClientLine, SentRequest
 from nblaunch.client.local import Runtime, local
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.messages import (
-    Asked,
-    CellJob,
-    CodeManifest,
-    CodeTree,
-    Dispatch,
-    FunctionJob,
-    Insight,
-    Noticed,
-    Objects,
-    Phase,
-    Prepare,
-    PullJob,
-    PushJob,
-    ScriptJob,
-)
+from nblaunch.protocol import messages
 from nblaunch.protocol.state import Message, RunState, advance, decode_state
 
 STANDBY_SWITCH = "NBLAUNCH_STANDBY"
@@ -53,11 +38,11 @@ STANDBY_SWITCH = "NBLAUNCH_STANDBY"
 
 @dataclass(frozen=True, slots=True)
 class RankPayload:
-    """What `ranks` are sent with a job, and all others that have no payload of their own."""
+    """The payload of a job for `ranks`, and for all ranks that have no payload of their own."""
 
     captured: Captured
     ranks: frozenset[int] = frozenset()
-    objects: Objects | None = None
+    objects: messages.Objects | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +51,7 @@ class JobRanks:
 
     runtime: Runtime
     key: str
-    """What the runtime calls them."""
+    """Their name in the runtime."""
     notices: tuple[str, ...] = ()
     """About their place, for the result of a run."""
 
@@ -82,7 +67,9 @@ class ClientJob:
     title: str
     options: LaunchOptions
     placement: wire.Placement
-    work: CellJob | FunctionJob | ScriptJob | PushJob | PullJob = field(default_factory=FunctionJob)
+    work: (
+        messages.CellJob | messages.FunctionJob | messages.ScriptJob | messages.PushJob | messages.PullJob
+    ) = field(default_factory=messages.FunctionJob)
     subset: tuple[int, ...] | None = None
     """The ranks that take part; None: all."""
     payloads: tuple[RankPayload, ...] = ()
@@ -123,7 +110,7 @@ class ClientJob:
     end: wire.JobEnd = field(default_factory=wire.JobEnd)
     request: SentRequest[wire.Submitted | wire.Stale] | None = None
     """The request by which this process has submitted it."""
-    questions: deque[Asked] = field(default_factory=deque)
+    questions: deque[messages.Asked] = field(default_factory=deque)
     """Questions of ranks to the user, the oldest first."""
 
     @property
@@ -137,7 +124,7 @@ class ClientJob:
         self.state = RunState.fresh(self.placement.nproc, self.subset, time=time.time())
         captured = (text for each in self.payloads for text in each.captured.notices)
         for text in dict.fromkeys((*self.notices, *captured)):
-            self.fold(Noticed(text=text))
+            self.fold(messages.Noticed(text=text))
 
     def fold(self, message: Message) -> None:
         self.state = advance(self.state, message)
@@ -153,19 +140,13 @@ class ClientJob:
                 self.state, self.questions = decode_state(state), deque(questions)
             case wire.JobEnded(job=self.number, end=end):
                 self.ended, self.end = True, end
-            case wire.UserNotice(text=text):
+            case messages.Noticed(text=text):
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
-            case _:
-                pass
 
     @property
     def error(self) -> BaseException | None:
-        """What broke the group."""
+        """The error that ended the group."""
         return None if self.end.error is None else self.end.error.error()
-
-    @property
-    def logs(self) -> Mapping[int, Mapping[int, wire.RankLogFiles]]:
-        return {attempt: {each.rank: each for each in files} for attempt, files in self.end.logs.items()}
 
 
 class KeptJob:
@@ -207,9 +188,8 @@ class RemoteEvents(EventLog):
         runtime = self._runtime
         if runtime is not None and runtime.is_of(os.getpid()):
             # Where it cannot answer, the runtime has ended, or this was one of many runs.
-            with contextlib.suppress(NblaunchError), runtime.line() as line:
-                answer = line.ask(wire.EventsOf(job=self._number))
-                self._events = list(answer.events)
+            with contextlib.suppress(NblaunchError):
+                self._events = list(runtime.ask_on_a_line(wire.EventsOf(job=self._number)).events)
             self._runtime = None
         return tuple(self._events)
 
@@ -217,7 +197,9 @@ class RemoteEvents(EventLog):
 # Before it is submitted.
 
 
-def prepare_of(options: LaunchOptions, *, timeout: float | None = None, script: bool = False) -> Prepare:
+def prepare_of(
+    options: LaunchOptions, *, timeout: float | None = None, script: bool = False
+) -> messages.Prepare:
     """Return the message that makes processes ranks of this notebook, as it is now, but for their devices.
 
     A `script` finds what it finds under torchrun: its own directory in place of an interactive session's.
@@ -225,7 +207,7 @@ def prepare_of(options: LaunchOptions, *, timeout: float | None = None, script: 
     """
     # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
     signals = {"TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
-    return Prepare(
+    return messages.Prepare(
         environ=_inherited.encoded({**os.environ, **options.env, **signals}),
         cwd=_inherited.working_directory(),
         path=_inherited.search_path(entry for entry in sys.path if entry or not script),
@@ -243,7 +225,7 @@ def refuse_inside_rank() -> None:
             f"a run was started inside rank {rank} of a run, but a rank cannot start ranks of its own. Start "
             "it in the notebook, outside the distributed cell."
         )
-        raise LaunchError(msg, phase=Phase.FORK.value, kind=FailureKind.INSIDE_A_RANK)
+        raise LaunchError(msg, phase=messages.Phase.FORK.value, kind=FailureKind.INSIDE_A_RANK)
 
 
 def opening(options: LaunchOptions, key: str, *, script: bool = False, **how: Any) -> wire.OpenRanks:
@@ -253,7 +235,7 @@ def opening(options: LaunchOptions, key: str, *, script: bool = False, **how: An
     """
     if sys.platform == "win32":
         msg = "torchelastic starts ranks on POSIX systems only, and this is Windows. Use WSL2."
-        raise LaunchError(msg, phase=Phase.FORK.value)
+        raise LaunchError(msg, phase=messages.Phase.FORK.value)
     _inherited.check_start_method(options.start_method)
     environment = None
     if options.sync_env:
@@ -286,41 +268,27 @@ def fresh_job(title: str, options: LaunchOptions, *, script: bool = False) -> Cl
     return ClientJob(title=title, options=options, placement=opened.placement, ranks=ranks)
 
 
-def with_log_dir(options: LaunchOptions) -> LaunchOptions:
-    """Make the user's log directory, as this process's umask has it; return the options with its whole path.
+def with_whole_paths(options: LaunchOptions, *names: str) -> LaunchOptions:
+    """Make the user's `log_dir` and `metrics_file` with this process's umask; return their absolute paths.
 
-    Raises `OptionError` if it cannot be made.
+    Raises `OptionError` if one cannot be made.
     """
-
-    def make(directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-
-    return _with_whole_path(options, "log_dir", make, "made", "directory")
-
-
-def with_metrics_file(options: LaunchOptions) -> LaunchOptions:
-    """Do the same with the user's file of metrics."""
-
-    def make(file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("ab").close()
-
-    return _with_whole_path(options, "metrics_file", make, "written", "file")
-
-
-def _with_whole_path(
-    options: LaunchOptions, name: str, make: Callable[[Path], None], done: str, what: str
-) -> LaunchOptions:
-    if not getattr(options, name):
-        return options
-    path = Path(getattr(options, name)).absolute()
-    try:
-        make(path)
-    except OSError as error:
-        msg = f"{name}={str(path)!r} cannot be {done}: {error.strerror}. Give a {what} that you can write to."
-        raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
-    changed: dict[str, Any] = {name: str(path)}
-    return replace(options, **changed)
+    changed: dict[str, Any] = {}
+    for name in names:
+        if not getattr(options, name):
+            continue
+        path = Path(getattr(options, name)).absolute()
+        done, what = ("made", "directory") if name == "log_dir" else ("written", "file")
+        try:
+            (path if name == "log_dir" else path.parent).mkdir(parents=True, exist_ok=True)
+            if name == "metrics_file":
+                path.open("ab").close()
+        except OSError as error:
+            advice = f"Give a {what} that you can write to."
+            msg = f"{name}={str(path)!r} cannot be {done}: {error.strerror}. {advice}"
+            raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
+        changed[name] = str(path)
+    return replace(options, **changed) if changed else options
 
 
 def standby_wanted() -> bool:
@@ -331,7 +299,7 @@ def standby_wanted() -> bool:
     return bool(switch) or getattr(_notebook.shell(), "kernel", None) is not None
 
 
-def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
+def function_job(fn: object, args: Sequence[Any]) -> messages.FunctionJob:
     """Return the job that calls `fn`. Raises `OptionError` if `fn` is not callable or `args` no sequence."""
     if not callable(fn):
         msg = f"run(): {fn!r:.200} is not callable. Pass a function or a script."
@@ -340,7 +308,7 @@ def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         msg = f"run(): args={args!r:.200} is not a tuple or list. Pass args=({args!r:.200},)."
         raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
-    return FunctionJob(name=called_name(fn).replace("<locals>.", ""))
+    return messages.FunctionJob(name=called_name(fn).replace("<locals>.", ""))
 
 
 def prepare_call(
@@ -353,22 +321,22 @@ def prepare_call(
     return job
 
 
-def code_of(job: ClientJob) -> CodeManifest | None:
+def code_of(job: ClientJob) -> messages.CodeManifest | None:
     """Return the manifest of the notebook's own files that a job may import; None if it needs none.
 
     Raises `CaptureError` if the files are too large to send.
     """
     work = job.work
-    if job.options.on is None or isinstance(work, PullJob) or (job.internal and not job.payloads):
+    if job.options.on is None or isinstance(work, messages.PullJob) or (job.internal and not job.payloads):
         return None
     sources = [source for each in job.payloads for source in each.captured.sources.values()]
     scripts: tuple[str, ...] = ()
     match work:
-        case CellJob(source=source):
+        case messages.CellJob(source=source):
             sources.append(source)
-        case ScriptJob(module=True, name=name):
+        case messages.ScriptJob(module=True, name=name):
             sources.append(f"import {name}.__main__")
-        case ScriptJob(program=False, file=file) if file:
+        case messages.ScriptJob(program=False, file=file) if file:
             scripts = (file,)
     directory = os.fsdecode(_inherited.working_directory())
     return local().files.manifest(
@@ -382,15 +350,15 @@ def code_of(job: ClientJob) -> CodeManifest | None:
 
 
 def dispatches(
-    job: ClientJob, sent: ExitStack, root: Callable[[], Path], code: CodeManifest | None
-) -> tuple[tuple[tuple[int, ...], Dispatch], ...]:
+    job: ClientJob, sent: ExitStack, root: Callable[[], Path], code: messages.CodeManifest | None
+) -> tuple[tuple[tuple[int, ...], messages.Dispatch], ...]:
     """Write payloads, which `sent` frees, below `root()` if memory has no room.
 
     Returns the messages and who gets each; the last is for all that have none of their own.
     """
-    tree = None if code is None else CodeTree(code.tree, code.roots)
-    insight = Insight() if job.internal or job.query else _insight(job.options)
-    found: list[tuple[tuple[int, ...], Dispatch]] = []
+    tree = None if code is None else messages.CodeTree(code.tree, code.roots)
+    insight = messages.Insight() if job.internal or job.query else _insight(job.options)
+    found: list[tuple[tuple[int, ...], messages.Dispatch]] = []
     written: list[tuple[Packed, Outgoing]] = []
     for each in job.payloads or (RankPayload(Captured(pickling.dumps(()), (), {})),):
         captured = each.captured
@@ -398,7 +366,7 @@ def dispatches(
         if outgoing is None:
             outgoing = sent.enter_context(shared_memory.put(captured.packed, root))
             written.append((captured.packed, outgoing))
-        dispatch = Dispatch(
+        dispatch = messages.Dispatch(
             job=job.work,
             payload=outgoing.payload,
             objects=each.objects,
@@ -413,8 +381,8 @@ def dispatches(
     return (*found, ((), last))
 
 
-def _insight(options: LaunchOptions) -> Insight:
-    return Insight(
+def _insight(options: LaunchOptions) -> messages.Insight:
+    return messages.Insight(
         profile=options.profile or options.profile_steps is not None,
         profile_steps=options.profile_steps,
         watch=options.watch,

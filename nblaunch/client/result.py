@@ -96,7 +96,7 @@ def _profile(state: RunState, log_dir: Path | None, *, wanted: bool) -> tuple[Pr
             reduced, trace = shared_memory.get(known.profile, private=True)
             ranks[rank] = msgspec.msgpack.decode(reduced, type=RankProfile)
             traces[rank] = TracePart(bytes(trace), ranks[rank].trace_size, ranks[rank].trace_crc)
-    profile = Profile(ranks, traces, set(state.ranks) - set(ranks)).beside(log_dir)
+    profile = Profile(ranks, traces, set(state.ranks) - set(ranks), log_dir)
     drawn = Illustrated(text=profile.headline, html=timeline.render(profile))
     return profile, advance(state, drawn)
 
@@ -122,7 +122,7 @@ def _unpickled(job: ClientJob) -> tuple[dict[int, Any], RunState]:
 
 
 def _attempt(job: ClientJob, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
-    logs = job.logs.get(attempt.number, {})
+    logs = {each.rank: each for each in job.end.logs.get(attempt.number, ())}
     failures = tuple(
         _failure(each, attempt.ranks[each.rank], logs.get(each.rank), job.options)
         for each in blame(attempt.ranks).failures

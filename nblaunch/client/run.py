@@ -12,13 +12,7 @@ from contextlib import ExitStack
 from typing import cast
 
 from nblaunch import _notebook
-from nblaunch._errors import (
-    LaunchError,
-    NblaunchError,
-    RunFailedError,
-    RunPreemptedError,
-    RunTimeoutError,
-)
+from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError, RunTimeoutError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import Outcome, RunResult
@@ -31,14 +25,13 @@ from nblaunch.client.preparation import (
     RemoteEvents,
     code_of,
     dispatches,
-    with_log_dir,
-    with_metrics_file,
+    with_whole_paths,
 )
 from nblaunch.client.result import collect, error_of
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.framing import FrameKind
-from nblaunch.protocol.messages import Answer, Asked, RunEnded
-from nblaunch.protocol.state import Message, RankState, RunState, View, decode_state, encode_state
+from nblaunch.protocol.messages import Answer, Asked, RunEnded, encode
+from nblaunch.protocol.state import Message, RankState, RunState, View, decode_state
 from nblaunch.protocol.transcript import Text
 
 _DRAW_SECONDS = 0.1
@@ -123,15 +116,6 @@ class Prompts:
             print(f"[rank {known.rank}] {line}")  # noqa: T201 - the user is in a dialogue
 
 
-def left_alone() -> LaunchError:
-    """Return the error for a job that has not ended after two interrupts, at the third."""
-    msg = (
-        "The run was interrupted three times, and has not ended: its ranks or the runtime do not answer. "
-        "They are left as they are; restart the kernel to end them."
-    )
-    return LaunchError(msg, phase="job", kind=FailureKind.HANG)
-
-
 class JobWait:
     """Follows a job until it has ended, on the thread that is to show it.
 
@@ -184,7 +168,11 @@ class JobWait:
             # Those that were noted and not sent yet: once it answers again, the job is to end.
             for _ in range(_MOST_INTERRUPTS - self._sent):
                 self._job.line.send(wire.InterruptJob(job=self._job.number))
-            raise left_alone() from interrupt
+            msg = (
+                "The run was interrupted three times, and has not ended: its ranks or the runtime do not "
+                "answer. They are left as they are; restart the kernel to end them."
+            )
+            raise LaunchError(msg, phase="job", kind=FailureKind.HANG) from interrupt
 
     def send_interrupts(self) -> None:
         # A front end that restarts or ends a kernel interrupts it just before: that is not meant for the job.
@@ -237,7 +225,7 @@ class JobWait:
 def run_fresh(job: ClientJob, view: View, cancelled: threading.Event | None = None) -> Outcome:
     """Run a job on fresh ranks; setting `cancelled` interrupts it, from any thread."""
     job.notices = (*job.notices, *job.ranks.notices)
-    job.options = with_metrics_file(with_log_dir(job.options))
+    job.options = with_whole_paths(job.options, "log_dir", "metrics_file")
     with job.ranks.runtime.line() as job.line:
         return run_job(job, view, cancelled)
 
@@ -248,7 +236,7 @@ def run_job(job: ClientJob, view: View, cancelled: threading.Event | None = None
     wait = JobWait(job, view, cancelled)
     try:
         _submit(job, wait, usage=view.shows_usage or job.private)
-        return _followed(job, view, wait)
+        return _follow_to_end(job, view, wait)
     except (NblaunchError, StaleError, StoppedWatchingError):
         raise
     except BaseException:
@@ -262,10 +250,10 @@ def watch_job(job: ClientJob, snapshot: wire.JobSnapshot, view: View) -> Outcome
     job.ended, job.end = snapshot.end is not None, snapshot.end or job.end
     job.questions.extend(snapshot.questions)
     job.watching = lambda: True
-    return _followed(job, view, JobWait(job, view))
+    return _follow_to_end(job, view, JobWait(job, view))
 
 
-def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
+def _follow_to_end(job: ClientJob, view: View, wait: JobWait) -> Outcome:
     kept = KeptJob(job.ranks.runtime, job.number)
     shown = job.state
     try:
@@ -283,7 +271,7 @@ def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
             result = _collect(job, kept)
             wait.interrupt = late
         shown = result.state
-        error = error or _early(job, wait.interrupt)
+        error = error or _interruption(job, wait.interrupt)
     except StoppedWatchingError:
         # What comes before the answer is not of the next one that watches this job.
         with contextlib.suppress(LaunchError, TimeoutError):
@@ -300,7 +288,7 @@ def _followed(job: ClientJob, view: View, wait: JobWait) -> Outcome:
 
 
 class StaleError(Exception):
-    """The session's ranks are others than those that the job was captured for."""
+    """The session's ranks were replaced after the job was captured."""
 
 
 def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
@@ -312,8 +300,8 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
         code = code_of(job)
         order = wire.JobOrder(
             number=job.number,
-            dispatches=dispatches(job, sent, job.ranks.runtime.spill, code),
-            state=encode_state(job.state),
+            dispatches=dispatches(job, sent, lambda: job.ranks.runtime.root, code),
+            state=encode(job.state),
             title=job.title,
             options=job.options,
             internal=job.internal,
@@ -339,7 +327,7 @@ def _submit(job: ClientJob, wait: JobWait, *, usage: bool) -> None:
                 return
 
 
-def _early(job: ClientJob, interrupt: KeyboardInterrupt | None) -> BaseException | None:
+def _interruption(job: ClientJob, interrupt: KeyboardInterrupt | None) -> BaseException | None:
     early = job.end.early
     if early is not None and early.timeout:
         return RunTimeoutError(early.message, hang_report=job.state.hang)

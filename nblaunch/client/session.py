@@ -26,13 +26,8 @@ from nblaunch._help import FailureKind
 from nblaunch._notebook import ask_shell
 from nblaunch._registry import RuntimeEntry
 from nblaunch._results import Outcome, Perform, RunResult, SessionStatus, held_by
-from nblaunch.capture.capture import (
-    Captured,
-    capture_call,
-    capture_cell,
-    capture_values,
-    notebook_names,
-)
+from nblaunch.capture.capture import Captured, capture_call, capture_cell, capture_values, notebook_names
+from nblaunch.capture.names import CellNames
 from nblaunch.client.knowledge import Knowledge, KnowledgeView, notices
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
@@ -43,8 +38,7 @@ from nblaunch.client.preparation import (
     function_job,
     opening,
     refuse_inside_rank,
-    with_log_dir,
-    with_metrics_file,
+    with_whole_paths,
 )
 from nblaunch.client.run import SilentView, StaleError, run_job, watch_job
 from nblaunch.client.scripts import is_script, refuse_in_session
@@ -82,13 +76,12 @@ def start_session(
         raise OptionError(msg)
     # Before a runtime is started, of which a rank has none.
     refuse_inside_rank()
-    options = with_metrics_file(options)
+    options = with_whole_paths(options, "metrics_file")
     runtime: Runtime = local().detached() if options.detach else local().runtime
     try:
         key = name if options.detach else f"{name} {runtime.number()}"
-        request = opening(
-            with_log_dir(options), key, name=name, timeout=_COLLECTIVE_SECONDS, detached=options.detach
-        )
+        logged = with_whole_paths(options, "log_dir")
+        request = opening(logged, key, name=name, timeout=_COLLECTIVE_SECONDS, detached=options.detach)
         line, opened = _opened(runtime, request)
     except BaseException:
         if options.detach:
@@ -180,11 +173,11 @@ class LiveSession:
         """Another client, the owner."""
         self._watches_only = opened.watches_only
         self._owns = opened.held_by is None and not opened.watches_only
-        """Whether this process is the owner; where there is none, each may submit."""
+        """Whether this process is the owner; any client may submit to a session without one."""
         self._losses = 0
         """How often another client has taken the session over."""
         self._finalizer = weakref.finalize(
-            self, _let_go, self._runtime, self._line, self._key, dismiss=not self.detached
+            self, _release_ranks, self._runtime, self._line, self._key, dismiss=not self.detached
         )
         self._finalizer.atexit = False
 
@@ -254,23 +247,19 @@ class LiveSession:
         self._capture(job, capture, namespace)
         return self._prepared(job)
 
-    def prepare_cell(  # noqa: PLR0913 - what a cell is
+    def prepare_cell(
         self,
         work: CellJob,
-        plain: str,
+        names: CellNames,
         namespace: dict[str, Any],
-        transform: Callable[[str], str],
         *,
         ranks: Sequence[int] | None = None,
         options: LaunchOptions | None = None,
     ) -> Perform:
-        """Capture what a cell uses; the cell runs when the returned function is called.
-
-        `plain` is its source with magics transformed.
-        """
+        """Capture what a cell uses; the cell runs when the returned function is called."""
 
         def capture(view: KnowledgeView) -> Captured:
-            return capture_cell(plain, namespace, transform, known=view)
+            return capture_cell(names, namespace, known=view)
 
         job = self._job(work, "cell", ranks, options)
         self._capture(job, capture, namespace)
@@ -442,7 +431,7 @@ class LiveSession:
         if not job.query:
             self._refuse_if_held()
         if job.options is not self.options:
-            job.options = with_metrics_file(job.options)
+            job.options = with_whole_paths(job.options, "metrics_file")
         view = view or (silent if job.internal else self.watch)(job.title, job.backend)
         job.line, job.others, job.private = self._line, self._take, self.detached
         notes = [] if job.internal else self._notes
@@ -502,8 +491,6 @@ class LiveSession:
                 self._ended, self._why_ended = True, why
             case wire.OwnerChanged(session=self._key, by=by):
                 self._take_owner(by)
-            case _:
-                pass
 
     def _renumber(self, event: wire.RanksRenumbered) -> None:
         known = self._names
@@ -631,13 +618,10 @@ class LiveSession:
             for each in job.payloads
         )
 
-    def sweep(self) -> None:
-        """Drop what is known of objects that the notebook has freed."""
-        self._knowledge.sweep()
-
-    def bound_again(self, names: Iterable[str]) -> None:
-        """Note which variables a cell of the notebook has bound, also those bound to what they had."""
+    def note_cell(self, names: Iterable[str]) -> None:
+        """Note which variables a cell of the notebook has bound; forget objects that it has freed."""
         self._knowledge.bound_again(names)
+        self._knowledge.sweep()
 
     def names(self) -> tuple[str, ...]:
         known = self._names.get(0)
@@ -744,8 +728,7 @@ class LiveSession:
     def restart(self) -> None:
         self._refuse_if_ended()
         self._refuse_if_held()
-        with self._runtime.line() as line:
-            line.ask(wire.RestartSession(session=self._key))
+        self._runtime.ask_on_a_line(wire.RestartSession(session=self._key))
         self.start()
 
     def stacks(self) -> HangReport:
@@ -753,15 +736,13 @@ class LiveSession:
         return self._where()
 
     def _where(self, seconds: float = 1.0) -> HangReport:
-        with self._runtime.line() as line:
-            answer = line.ask(wire.StacksOf(session=self._key, seconds=seconds))
-        return answer.report
+        return self._runtime.ask_on_a_line(wire.StacksOf(session=self._key, seconds=seconds)).report
 
     def status(self) -> SessionStatus:
         if self.open:
-            with self._runtime.line() as line:
-                for found in line.ask(wire.DescribeSessions(session=self._key)).sessions:
-                    return SessionStatus(**msgspec.structs.asdict(found))
+            request = wire.DescribeSessions(session=self._key)
+            for found in self._runtime.ask_on_a_line(request).sessions:
+                return SessionStatus(**msgspec.structs.asdict(found))
         ranks = tuple(
             wire.RankStatus(rank=rank, state="gone", pid=None, device="", memory=None)
             for rank in range(self.world_size)
@@ -842,8 +823,8 @@ def _steps_of(name: str) -> list[str]:
     return [first, *(f"_{each}" if each.isdigit() else each for each in others)]
 
 
-def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
-    """Have the ranks of a session that was forgotten leave, unless they are to stay; never waits."""
+def _release_ranks(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
+    """End the ranks of a session that was garbage-collected, unless they are detached; never waits."""
     if dismiss:
         runtime.note(wire.DismissSession(session=key))
     line.close()

@@ -1,4 +1,4 @@
-"""What a shell shows of a session's jobs: `python -m nblaunch logs`."""
+"""The output of a session's job, printed in a shell: `python -m nblaunch logs`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,7 @@ from nblaunch.client.local import Runtime, local
 from nblaunch.client.result import place_in_file
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.messages import (
-    AttemptStarted,
-    Cleared,
-    Displayed,
-    Noticed,
-    Printed,
-    RankNotice,
-    Stream,
-    Unwritten,
-)
+from nblaunch.protocol import messages
 from nblaunch.protocol.reports import plural
 from nblaunch.protocol.state import NOTICE_CHARACTERS, RunState, decode_state
 from nblaunch.protocol.transcript import Entry, Text, Transcript
@@ -73,7 +64,7 @@ def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> w
         if each.number == job:
             return each
     numbers = ", ".join(str(each.number) for each in known)
-    msg = f"job {job} is none of session {session.name!r}, which has {numbers}."
+    msg = f"session {session.name!r} has no job {job}; it has {numbers}."
     raise NblaunchError(msg)
 
 
@@ -100,7 +91,7 @@ def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
 
 @dataclass(slots=True)
 class _PrintedSoFar:
-    """What has been printed of a rank in one attempt: so many displays, and its files up to these offsets.
+    """How much of a rank's output in one attempt was printed: a number of displays, and offsets of its files.
 
     As in its transcript, `clear_output` takes displays back, and with `wait` only once there is more output.
     """
@@ -108,7 +99,7 @@ class _PrintedSoFar:
     displays: int = 0
     clears: int = 0
     clear_pending: bool = False
-    ends: dict[Stream, int] = field(default_factory=dict)
+    ends: dict[messages.Stream, int] = field(default_factory=dict)
 
     def clear(self, *, wait: bool) -> None:
         self.clear_pending = wait
@@ -129,31 +120,29 @@ class _Output:
         self._shown: dict[tuple[int, int], _PrintedSoFar] = {}
         """By attempt and rank."""
         self._notices: set[str] = set()
-        self._begun: dict[tuple[int, Stream], str] = {}
+        self._begun: dict[tuple[int, messages.Stream], str] = {}
         self._unwritten: dict[int, int] = {}
 
     def take(self, message: object) -> None:
         match message:
-            case AttemptStarted(number=number):
+            case messages.AttemptStarted(number=number):
                 self._attempt = max(number, self._attempt)
-            case Printed(rank=rank, stream=stream, text=text, end=end):
+            case messages.Printed(rank=rank, stream=stream, text=text, end=end):
                 self._of(rank).begin_output()
                 self._of(rank).ends[stream] = end
                 self._write(rank, stream, text)
-            case Displayed(rank=rank, data=data, update=False):
+            case messages.Displayed(rank=rank, data=data, update=False):
                 self._of(rank).begin_output()
                 self._of(rank).displays += 1
                 self._show(rank, data)
-            case Cleared(rank=rank, wait=wait):
+            case messages.Cleared(rank=rank, wait=wait):
                 self._of(rank).clear(wait=wait)
-            case Noticed(text=text):
+            case messages.Noticed(text=text):
                 self._notice(text)
-            case RankNotice(rank=rank, text=text):
+            case messages.RankNotice(rank=rank, text=text):
                 self._notice(f"rank {rank}: {text[:NOTICE_CHARACTERS]}")
-            case Unwritten(rank=rank, size=size):
+            case messages.Unwritten(rank=rank, size=size):
                 self._unwritten[rank] = size
-            case _:
-                pass
 
     def _of(self, rank: int) -> _PrintedSoFar:
         return self._shown.setdefault((self._attempt, rank), _PrintedSoFar())
@@ -173,7 +162,9 @@ class _Output:
     def _catch_up(self, rank: int, transcript: Transcript, files: wire.RankLogFiles | None) -> None:
         whole = not (transcript.omitted or transcript.omitted_displays or transcript.clears)
         if (self._attempt, rank) not in self._shown and (
-            whole or files is None or not any(Path(place_in_file(files, each)[0]).exists() for each in Stream)
+            whole
+            or files is None
+            or not any(Path(place_in_file(files, each)[0]).exists() for each in messages.Stream)
         ):
             self._take_entries(rank, transcript.head)
             lines = max(transcript.omitted_lines, int(transcript.omitted > 0))
@@ -186,10 +177,10 @@ class _Output:
         shown.displays = len(transcript.displays) + transcript.omitted_displays
         shown.clears, shown.clear_pending = transcript.clears, transcript.clear_pending
         if files is not None:
-            shown.ends = {stream: place_in_file(files, stream)[2] for stream in Stream}
+            shown.ends = {stream: place_in_file(files, stream)[2] for stream in messages.Stream}
 
     def _take_files(self, rank: int, files: wire.RankLogFiles | None) -> None:
-        for stream in Stream:
+        for stream in messages.Stream:
             if files is None or not self._options.shows(files.local_rank, stream):
                 continue
             path, start, end = place_in_file(files, stream)
@@ -200,7 +191,7 @@ class _Output:
                 for text in pieces(path, start, end):
                     self._write(rank, stream, text)
             except FileNotFoundError:
-                self._print(Stream.STDERR, f"[rank {rank}] {stream} left out: its log is gone")
+                self._print(messages.Stream.STDERR, f"[rank {rank}] {stream} left out: its log is gone")
 
     def _take_displays(self, rank: int, transcript: Transcript) -> None:
         there, shown = transcript.displays, self._of(rank)
@@ -220,7 +211,7 @@ class _Output:
     def _left_out(self, rank: int, lines: int, displays: int, why: str) -> None:
         what = [plural(count, word) for count, word in ((lines, "line"), (displays, "display")) if count > 0]
         if what:
-            self._print(Stream.STDERR, f"[rank {rank}] {' and '.join(what)} left out: {why}")
+            self._print(messages.Stream.STDERR, f"[rank {rank}] {' and '.join(what)} left out: {why}")
 
     def end(self) -> None:
         """Print lines that have no end, and what no file has."""
@@ -229,9 +220,9 @@ class _Output:
         why = "its log is on a full disk"
         for rank, size in sorted(self._unwritten.items()):
             if size:
-                self._print(Stream.STDERR, f"[rank {rank}] {size:,} bytes left out: {why}")
+                self._print(messages.Stream.STDERR, f"[rank {rank}] {size:,} bytes left out: {why}")
 
-    def _write(self, rank: int, stream: Stream, text: str) -> None:
+    def _write(self, rank: int, stream: messages.Stream, text: str) -> None:
         *lines, rest = (self._begun.pop((rank, stream), "") + text).split("\n")
         for line in lines:
             last = line.rstrip("\r").rpartition("\r")[2]
@@ -244,13 +235,13 @@ class _Output:
         plain = data.get("text/plain")
         text = "".join(plain) if isinstance(plain, list) else plain
         for line in str(text or f"<{', '.join(data)}>").splitlines():
-            self._print(Stream.STDOUT, f"[rank {rank}] {line}".rstrip())
+            self._print(messages.Stream.STDOUT, f"[rank {rank}] {line}".rstrip())
 
     def _notice(self, text: str) -> None:
         self._notices.add(text)
-        self._print(Stream.STDERR, text)
+        self._print(messages.Stream.STDERR, text)
 
-    def _print(self, stream: Stream, line: str) -> None:
-        ours = {Stream.STDOUT: sys.stdout, Stream.STDERR: sys.stderr}[stream]
+    def _print(self, stream: messages.Stream, line: str) -> None:
+        ours = {messages.Stream.STDOUT: sys.stdout, messages.Stream.STDERR: sys.stderr}[stream]
         ours.write(f"{line}\n")
         ours.flush()

@@ -224,7 +224,6 @@ def _circle(waits_in_it: Sequence[Wait], ranks: Mapping[Wait, set[int]]) -> Circ
 
 
 def described(circle: Circle, answers: Mapping[int, Where], hosts: Mapping[int, str]) -> str:
-    """Return a circle in one line, with the line of the program where a rank of each part is."""
     shown = circle.parts[:_PARTS_SHOWN]
     parts = [_part(part, before, hosts) for before, part in zip((None, *shown), shown, strict=False)]
     left_out = len(circle.parts) - len(shown)

@@ -216,7 +216,6 @@ def explain(failures: Mapping[int, FailureRecord]) -> tuple[Explained, ...]:
 
 
 def blames_a_peer(failure: FailureRecord) -> bool:
-    """Return whether a failure is that another rank went away."""
     if signal_name(failure.exitcode) == "SIGTERM":
         return True
     kind = failure.type.rpartition(".")[2]
@@ -270,7 +269,6 @@ def _kind_of_death(failure: FailureRecord) -> FailureKind:
 
 
 def value_lost(error: Exception, when: float, message: str = "") -> FailureRecord:
-    """Return the failure of a rank whose value is lost because of `error`."""
     message = message or f"the notebook could not take the value over: {error}"
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return FailureRecord(type=kind, message=message, time=when, phase=Phase.VALUE)
@@ -340,7 +338,6 @@ def explain_exit(
 
 
 def _nccl_watchdog(stderr: str) -> str:
-    """Return in one line why NCCL's watchdog has ended the process; empty if it has not."""
     found = _TIMED_OUT.search(stderr)
     if found is not None:
         seconds = int(found["milliseconds"]) / 1000
@@ -430,7 +427,6 @@ def _limit(memory: DeviceMemory) -> str:
 
 
 def _by_holder(memory: DeviceMemory, holders: Mapping[int, str]) -> dict[str, int]:
-    """Return what other processes hold, the largest part first, unknown processes last."""
     found: dict[str, int] = {}
     for pid, count in memory.others.items():
         owner = holders.get(pid, _OTHERS)

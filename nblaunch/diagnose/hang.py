@@ -88,7 +88,6 @@ def _where(answer: Where) -> str:
 
 
 def _finishing(what: str, answer: Where) -> str:
-    """Return what a rank does whose job is done, and the user's own line where it runs one."""
     return f"finishing: {what}{f', {_place(answer.frames)}' if own_frame(answer.frames) else ''}"
 
 
@@ -148,7 +147,7 @@ def _absences(
         waiting = [rank for rank, each in ahead.items() if not each.completed]
         members = ahead[waiting[0]].ranks if waiting else ()
         away = {rank: missing[rank] for rank in missing if rank in members}
-        if waiting and (behind or away) and not _told(key, (*waiting, *behind), circles):
+        if waiting and (behind or away) and not _is_reported(key, (*waiting, *behind), circles):
             where = f"{ahead[waiting[0]].operation} #{newest}{of_group(key)}"
             late = f"{ranks_do(behind, hosts, 'has', 'have')} not started"
             who = ranks_do(waiting, hosts, "is", "are")
@@ -165,7 +164,7 @@ def _transfers(
     found = [
         (wait, ranks)
         for (wait, *others), ranks in ranks_by_answer(waiting).items()
-        if not (wait.sequence or others or not wait.absent or _told(wait.group, ranks, circles))
+        if not (wait.sequence or others or not wait.absent or _is_reported(wait.group, ranks, circles))
     ]
     # A stage of a pipeline waits for the one before it: the first wait for a rank that does not wait itself.
     found.sort(key=lambda each: each[0].absent <= waiting.keys())
@@ -179,7 +178,7 @@ def _transfers(
         yield f"{ranks_do(behind, hosts, 'waits', 'wait')} in other sends and receives"
 
 
-def _told(key: GroupKey, ranks: Iterable[int], circles: Iterable[Circle]) -> bool:
+def _is_reported(key: GroupKey, ranks: Iterable[int], circles: Iterable[Circle]) -> bool:
     """Return whether a circle says of these ranks that they wait for each other in this group."""
     return any(key in circle.keys and circle.ranks.issuperset(ranks) for circle in circles)
 

@@ -52,7 +52,6 @@ class Collector:
     """Follows names from the cells to what they need."""
 
     def __init__(self, namespace: dict[str, Any], source: NotebookSource, *, device: bool) -> None:
-        """Nothing is collected yet; with `device` what was on a GPU arrives on the rank's."""
         self.found = Collected()
         self._namespace = namespace
         self._source = source
@@ -229,7 +228,6 @@ class Collector:
         )
 
     def _save(self, name: str, value: Any) -> None:
-        """Have the script load a variable from a file."""
         self._values[name] = value
         if name in self._patches:
             self._set(name, f"{self._target(name)} = {name}", {name})
@@ -245,9 +243,7 @@ class Collector:
                 for name in sorted(names & self._literals.keys()):
                     del self._literals[name]
                     self._items.pop(self._target(name))
-                    self._save(
-                        name, self._patches[name].value if name in self._patches else self._namespace[name]
-                    )
+                    self._save(name, self._value(name))
 
     def _used_by(self, definition: str) -> frozenset[str]:
         """Return what runs when the script makes a definition, and what that uses at once."""

@@ -18,12 +18,13 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from nblaunch.capture.capture import cell_source
 from nblaunch.capture.dataflow import FunctionNode, extends_property, scope_of
 from nblaunch.capture.identity import has_identity
 from nblaunch.capture.parts import class_attributes, closure_of, fact_of
-from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, evaluates_to, is_same
+from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluate, evaluates_to, is_same
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
-from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line, source_of
+from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line
 
 _DATA = (int, float, bool, str, bytes, type(None), list, dict, set, tuple)
 _WITHOUT_STATE = (type, types.ModuleType, types.BuiltinFunctionType)
@@ -63,11 +64,11 @@ class Drift:
         """Return what `value`, called `name`, lacks when it is made again. Raises `NotRemadeError`."""
         node = self._made.node
         if isinstance(node, ast.ClassDef) and isinstance(value, type):
-            return list(self._of_class(name, value, node, self._namespace))
+            return list(self._compare_class(name, value, node, self._namespace))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            return list(self._of_decorated(name, value, node, node.decorator_list, self._namespace))
+            return list(self._compare_decorated(name, value, node, node.decorator_list, self._namespace))
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            return list(self._of_made(name, value, node.value))
+            return list(self._compare_assigned(name, value, node.value))
         return []
 
     def _is_newer(self, *nodes: ast.AST) -> bool:
@@ -89,7 +90,7 @@ class Drift:
 
     # Functions
 
-    def _of_function(
+    def _compare_function(
         self, target: str, function: types.FunctionType, node: FunctionNode, scope: _Bindings
     ) -> Iterator[Patch]:
         values, nodes = function.__defaults__ or (), node.args.defaults
@@ -111,7 +112,7 @@ class Drift:
         decorated = bool(getattr(node, "decorator_list", []))
         yield from _attributes(target, function, certain=not decorated)
 
-    def _of_decorated(
+    def _compare_decorated(
         self, target: str, value: Any, node: Any, decorators: list[ast.expr], scope: _Bindings
     ) -> Iterator[Patch]:
         """Compare what decorators have made of a definition, each layer down to the function itself."""
@@ -123,43 +124,44 @@ class Drift:
             if isinstance(value, types.FunctionType):
                 self._check_closure(value, node, decorators, scope)
             yield from _attributes(target, value, certain=False)
-            inner = _wrapped(value)
+            inner = fact_of(value, "__wrapped__")
             if inner is None:
                 return
             value, target = inner, f"{target}.__wrapped__"
-        yield from self._of_function(target, value, node, scope)
+        yield from self._compare_function(target, value, node, scope)
 
     def _check_closure(
         self, function: types.FunctionType, node: ast.AST, given: Iterable[ast.AST], scope: _Bindings
     ) -> None:
-        """Raise `NotRemadeError` where a function of the notebook holds what a call would not give it again.
-
-        `given` are the expressions of the call, among them its arguments.
-        """
+        """Raise `NotRemadeError` where a function holds what the call in `given` would not give it again."""
         if id(function) in self._checked:
             return
         self._checked.add(id(function))
-        if source_of(function.__code__) is None:
+        if not _is_from_cell(function):
             self._check_registered(function, node)
             return
         arguments = [each for root in given for each in _arguments(root)]
         for variable, value in closure_of(function).items():
-            if _is_made_by(value, node):
+            if isinstance(node, FunctionNode) and _is_made_by(value, node):
                 # What `functools.wraps` leads to, statements can reach.
-                if _wrapped(function) is not value and list(self._of_function("", value, node, scope)):  # type: ignore[arg-type] # a function's
+                reached = fact_of(function, "__wrapped__") is value
+                if not reached and list(self._compare_function("", value, node, scope)):
                     raise NotRemadeError(certain=True)
             elif isinstance(value, types.FunctionType):
                 self._check_closure(value, node, given, scope)
-            elif not isinstance(value, _WITHOUT_STATE) and not _wrapped(value):
+            elif not isinstance(value, _WITHOUT_STATE) and not fact_of(value, "__wrapped__"):
                 self._check_variable(value, arguments, _assigned(function, variable), scope)
 
     def _check_registered(self, function: types.FunctionType, node: ast.AST) -> None:
         """Raise `NotRemadeError` where a library's wrapper was given more functions: `singledispatch`."""
         for value in closure_of(function).values():
-            if isinstance(value, types.FunctionType) and source_of(value.__code__) is None:
+            if isinstance(value, types.FunctionType) and not _is_from_cell(value):
                 self._check_closure(value, node, (), {})
             for each in value.values() if type(value) is dict else ():
-                ours = isinstance(each, types.FunctionType) and source_of(each.__code__) is not None
+                ours = (
+                    isinstance(each, types.FunctionType)
+                    and cell_source(each.__code__.co_filename) is not None
+                )
                 if ours and not _is_made_by(each, node):
                     raise NotRemadeError(certain=True)
 
@@ -172,12 +174,12 @@ class Drift:
         if differ != {False}:
             raise NotRemadeError(certain=True in differ)
 
-    def _of_made(self, name: str, value: Any, node: ast.expr) -> Iterator[Patch]:
+    def _compare_assigned(self, name: str, value: Any, node: ast.expr) -> Iterator[Patch]:
         """Compare what an assignment has made."""
         if isinstance(node, ast.Lambda) and isinstance(value, types.FunctionType):
-            yield from self._of_function(name, value, node, self._namespace)
+            yield from self._compare_function(name, value, node, self._namespace)
         elif isinstance(value, types.FunctionType):
-            yield from self._of_decorated(name, value, node, [node], self._namespace)
+            yield from self._compare_decorated(name, value, node, [node], self._namespace)
         elif isinstance(value, functools.partial):
             held = [*value.args, *value.keywords.values()]
             if any(has_identity(each) and not callable(each) for each in held):
@@ -190,7 +192,7 @@ class Drift:
 
     # Classes
 
-    def _of_class(self, target: str, cls: type, node: ast.ClassDef, scope: _Bindings) -> Iterator[Patch]:
+    def _compare_class(self, target: str, cls: type, node: ast.ClassDef, scope: _Bindings) -> Iterator[Patch]:
         if self._is_newer(*node.decorator_list, *(each.value for each in node.keywords)):
             raise NotRemadeError(certain=True)
         for each in node.bases:
@@ -198,7 +200,7 @@ class Drift:
         inner: ChainMap[str, Any] = ChainMap({}, scope)
         for statement in node.body:
             bound = scope_of(ast.Module([statement], [])).bound
-            yield from self._of_statement(target, cls, node, statement, inner)
+            yield from self._compare_statement(target, cls, node, statement, inner)
             inner.update(dict.fromkeys(bound, UNKNOWN))
             match statement:
                 case (
@@ -210,23 +212,23 @@ class Drift:
 
     def _made_anew(self, node: ast.expr, held: Any, scope: _Bindings) -> Any:
         """Return what the rest of a class body finds where the script makes it."""
-        return held if self._differs(node, held, scope) is False else _evaluated(node, scope)
+        return held if self._differs(node, held, scope) is False else _evaluate(node, scope)
 
-    def _of_statement(
+    def _compare_statement(
         self, target: str, cls: type, node: ast.ClassDef, statement: ast.stmt, scope: _Bindings
     ) -> Iterator[Patch]:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                yield from self._of_method(f"{target}.{statement.name}", cls, statement, scope)
+                yield from self._compare_method(f"{target}.{statement.name}", cls, statement, scope)
             case ast.ClassDef(name=name):
                 if isinstance(member := vars(cls).get(_mangled(cls, name)), type):
-                    yield from self._of_class(f"{target}.{name}", member, statement, scope)
+                    yield from self._compare_class(f"{target}.{name}", member, statement, scope)
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=ast.expr())
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr())
             ):
                 plain = _is_plain(cls) and not node.decorator_list
-                yield from self._of_attribute(target, cls, name, statement, scope, plain=plain)
+                yield from self._compare_attribute(target, cls, name, statement, scope, plain=plain)
             case _:
                 for name in sorted(scope_of(ast.Module([statement], [])).bound):
                     held = vars(cls).get(_mangled(cls, name), MISSING)
@@ -234,13 +236,13 @@ class Drift:
                         yield Patch(f"{target}.{_mangled(cls, name)}", held, certain=False)
 
     def _check_base(self, cls: type, node: ast.expr, scope: _Bindings) -> None:
-        base = _evaluated(node, scope)
+        base = _evaluate(node, scope)
         held = (*cls.__bases__, *vars(cls).get("__orig_bases__", ()))
         other = isinstance(base, type) and not any(base is each for each in held)
         if other or self._is_newer(node):
             raise NotRemadeError(certain=True)
 
-    def _of_attribute(  # noqa: PLR0913 - a class, one of its attributes, and where that is from
+    def _compare_attribute(  # noqa: PLR0913 - a class, one of its attributes, and where that is from
         self,
         target: str,
         cls: type,
@@ -264,7 +266,7 @@ class Drift:
         elif differs or (differs is None and not any(is_same(held, each) for each in fixed)):
             yield Patch(f"{target}.{_mangled(cls, name)}", held, certain=bool(differs))
 
-    def _of_method(
+    def _compare_method(
         self, target: str, cls: type, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: _Bindings
     ) -> Iterator[Patch]:
         member = vars(cls).get(_mangled(cls, node.name))
@@ -279,9 +281,9 @@ class Drift:
         extends = any(extends_property(each, node.name) for each in node.decorator_list)
         if isinstance(member, types.FunctionType) and not extends:
             if node.decorator_list:
-                yield from self._of_decorated(target, member, node, node.decorator_list, scope)
+                yield from self._compare_decorated(target, member, node, node.decorator_list, scope)
             elif _is_made_by(member, node):
-                yield from self._of_function(target, member, node, scope)
+                yield from self._compare_function(target, member, node, scope)
 
 
 def _reads_as(node: ast.expr, value: Any) -> bool:
@@ -293,9 +295,9 @@ def _reads_as(node: ast.expr, value: Any) -> bool:
     return ast.dump(ast.parse(text)) == ast.dump(ast.parse(f"value = {ast.unparse(node)}"))
 
 
-def _evaluated(node: ast.expr, scope: _Bindings) -> Any:
+def _evaluate(node: ast.expr, scope: _Bindings) -> Any:
     try:
-        return evaluated(node, scope)
+        return evaluate(node, scope)
     except UnknownError:
         return UNKNOWN
 
@@ -310,8 +312,9 @@ def _is_made_by(value: Any, node: ast.AST) -> bool:
     return code.co_name == name and first <= code.co_firstlineno <= (node.end_lineno or node.lineno)
 
 
-def _wrapped(value: Any) -> Any:
-    return fact_of(value, "__wrapped__")
+def _is_from_cell(value: Any) -> bool:
+    """Return whether a value is a function that a cell of the notebook has defined."""
+    return isinstance(value, types.FunctionType) and cell_source(value.__code__.co_filename) is not None
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -322,7 +325,7 @@ def _attributes(target: str, function: Any, *, certain: bool) -> Iterator[Patch]
     """Yield the attributes of a function; where `certain`, it had none when it was made."""
     if not isinstance(function, types.FunctionType | type(functools.cache(id))):
         return  # what a library makes of a function has attributes of its own
-    ours = isinstance(function, types.FunctionType) and source_of(function.__code__) is not None
+    ours = _is_from_cell(function)
     for name, value in vars(function).items():
         if certain and not name.isidentifier():
             raise NotRemadeError(certain=True)
@@ -346,7 +349,7 @@ def _assigned(function: types.FunctionType, variable: str) -> list[ast.expr]:
     """Return what the functions around `function` assign to a variable, defaults of parameters included."""
     code = function.__code__
     found: list[ast.expr] = []
-    for outer in ast.walk(ast.parse(source_of(code) or "")):
+    for outer in ast.walk(ast.parse(cell_source(code.co_filename) or "")):
         if not isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if not outer.lineno <= code.co_firstlineno <= (outer.end_lineno or outer.lineno):

@@ -63,7 +63,6 @@ def used_at_once(text: str, depth: int) -> frozenset[str]:
 
 
 def bound_globally(text: str) -> frozenset[str]:
-    """Return the variables that the functions of a definition declare `global`."""
     return frozenset(
         name for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Global) for name in each.names
     )

@@ -54,13 +54,13 @@ def evaluates_to(node: ast.expr, value: Any, scope: Mapping[str, Any]) -> bool:
         case ast.Dict(keys=keys, values=parts):
             whole = type(value) is dict and _all_evaluate_to(keys, list(value), scope)
             return whole and _all_evaluate_to(parts, list(value.values()), scope)
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if _named(name, scope) in _EMPTY:
-            return type(value) is _named(name, scope) and not value
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=parts) if _named(name, scope) is dict:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if _resolve(name, scope) in _EMPTY:
+            return type(value) is _resolve(name, scope) and not value
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=parts) if _resolve(name, scope) is dict:
             names = [part.arg for part in parts]
             whole = type(value) is dict and None not in names and names == list(value)
             return whole and _all_evaluate_to([part.value for part in parts], list(value.values()), scope)
-    return is_same(evaluated(node, scope), value)
+    return is_same(evaluate(node, scope), value)
 
 
 def _all_evaluate_to(nodes: list[Any], values: Any, scope: Mapping[str, Any]) -> bool:
@@ -83,44 +83,43 @@ def is_same(first: Any, second: Any) -> bool:
     return type(first) in _ATOMS and repr(first) == repr(second)
 
 
-def evaluated(node: ast.expr, scope: Mapping[str, Any]) -> Any:
-    """Return what an expression gives. Raises `UnknownError`."""
+def evaluate(node: ast.expr, scope: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant(value=value):
             return value
         case ast.Name(id=name):
-            return _named(name, scope)
+            return _resolve(name, scope)
         case ast.Tuple(elts=parts):
-            return tuple(evaluated(part, scope) for part in parts)
+            return tuple(evaluate(part, scope) for part in parts)
         case ast.UnaryOp(op=kind, operand=operand):
-            return _calculated(kind, evaluated(operand, scope))
+            return _calculate(kind, evaluate(operand, scope))
         case ast.BinOp(left=left, op=kind, right=right):
-            return _calculated(kind, evaluated(left, scope), evaluated(right, scope))
+            return _calculate(kind, evaluate(left, scope), evaluate(right, scope))
         case ast.Attribute(value=owner, attr=name):
-            return _attribute(evaluated(owner, scope), name)
+            return _attribute(evaluate(owner, scope), name)
         case ast.Subscript(value=whole, slice=index):
-            return _element(evaluated(whole, scope), evaluated(index, scope))
-        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if _named(name, scope) in _PURE:
-            return _called(_named(name, scope), *(evaluated(part, scope) for part in parts))
+            return _element(evaluate(whole, scope), evaluate(index, scope))
+        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if _resolve(name, scope) in _PURE:
+            return _call(_resolve(name, scope), *(evaluate(part, scope) for part in parts))
     raise UnknownError
 
 
-def _named(name: str, scope: Mapping[str, Any]) -> Any:
+def _resolve(name: str, scope: Mapping[str, Any]) -> Any:
     value = scope.get(name, vars(builtins).get(name, UNKNOWN))
     if value is UNKNOWN:
         raise UnknownError
     return value
 
 
-def _calculated(kind: ast.AST, *operands: Any) -> Any:
+def _calculate(kind: ast.AST, *operands: Any) -> Any:
     grows = isinstance(kind, ast.Pow | ast.LShift)
     numbers = all(type(each) in _NUMBERS for each in operands)
     if type(kind) not in _OPERATORS or not numbers or (grows and abs(operands[-1]) > _MOST_BITS):
         raise UnknownError
-    return _called(_OPERATORS[type(kind)], *operands)
+    return _call(_OPERATORS[type(kind)], *operands)
 
 
-def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a function of Python's own gives for values that are small, so that it takes no time."""
     numbers = [each for each in arguments if type(each) in _NUMBERS]
     if not all(type(each) in _ATOMS for each in arguments) or any(abs(each) > _MOST for each in numbers):

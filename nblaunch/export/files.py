@@ -15,7 +15,7 @@ import cloudpickle
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture import arrays, pickling, recipes, tensors
-from nblaunch.capture.parts import attributes_of, global_names, set_attributes
+from nblaunch.capture.parts import Made, attributes_of, global_names, set_attributes
 from nblaunch.capture.unpicklable import find_culprit
 from nblaunch.export.imports import Import
 from nblaunch.export.literals import Own, quoted
@@ -195,16 +195,6 @@ def _what(value: Any) -> str:
     return f"{tuple(value.shape)} of {value.dtype}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Unpickles as what this makes, as `__reduce__` says it."""
-
-    reduced: tuple[Any, ...]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.reduced
-
-
 class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Pickles by reference what the script defines, by value what cannot be imported."""
 
@@ -213,7 +203,7 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         # The functions read and bind the script's variables.
-        self.globals_ref[id(pickling.main_globals())] = _Made((vars, (sys.modules["__main__"],)))
+        self.globals_ref[id(pickling.main_globals())] = Made((vars, (sys.modules["__main__"],)))
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and str(obj.__module__).startswith(_OURS):
@@ -322,9 +312,9 @@ class _Pickled:
             msg = "it shares its memory with an array, and has a pickle of its own"
             raise TypeError(msg)
         if not array.flags.writeable:
-            elements = ndarray.view, (_Made(elements), ndarray), False, None, None, ndarray.setflags
+            elements = ndarray.view, (Made(elements), ndarray), False, None, None, ndarray.setflags
         if kind is not ndarray:
-            elements = ndarray.view, (_Made(elements), kind)
+            elements = ndarray.view, (Made(elements), kind)
         if attributes:
             self.by_value.add("attributes of arrays")
             elements = (*elements, dict(attributes), None, None, set_attributes)
@@ -338,7 +328,7 @@ class _Pickled:
         if type(tensor) is not sys.modules["torch"].Tensor or tensor.requires_grad:
             msg = "it shares its memory with an array, and is no plain tensor"
             raise TypeError(msg)
-        return sys.modules["torch"].from_numpy, (_Made(self._view(owner, tensor.numpy())),)
+        return sys.modules["torch"].from_numpy, (Made(self._view(owner, tensor.numpy())),)
 
     def _view(self, owner: Any, view: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         (first, end), (first_of_view, end_of_view) = arrays.range_of(owner), arrays.range_of(view)
@@ -349,7 +339,7 @@ class _Pickled:
             msg = "it can be written to, and shares its memory with an array that is read-only"
             raise TypeError(msg)
         offset = view.__array_interface__["data"][0] - first
-        buffer = owner if owner.flags.c_contiguous else _Made((sys.modules["numpy"].transpose, (owner,)))
+        buffer = owner if owner.flags.c_contiguous else Made((sys.modules["numpy"].transpose, (owner,)))
         kind = sys.modules["numpy"].ndarray
         return kind, (view.shape, view.dtype, buffer, offset, view.strides)
 
@@ -373,7 +363,6 @@ class _Pickled:
         return stream.getvalue()
 
     def load(self, directory: str, *, device: bool) -> Load:
-        """Return how to load them."""
         stem = self._names[0] if len(self._names) == 1 else "objects"
         targets = ", ".join(self._names)
         if self.tensors:
@@ -420,15 +409,7 @@ class _Pickled:
             "has no source that could be copied, and cannot be saved beside a script. Make it in the cell."
         )
 
-    def _refusal(self, content: object) -> Exception | None:
-        try:
-            self._dumped(content)
-        except Exception as error:  # noqa: BLE001 - whatever the objects raise
-            return error
-        return None
-
 
 def _file_of(array: Any) -> str:
-    """Return the file that an array of NumPy is mapped from, empty for any other."""
     mapped = type(array) is sys.modules["numpy"].memmap and array.mode in ("r", "r+", "w+")
     return str(array.filename or "") if mapped else ""

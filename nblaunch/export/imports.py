@@ -26,7 +26,6 @@ class Import:
 
     @property
     def bound(self) -> str:
-        """The variable that it binds."""
         return self.alias or self.name or self.module.partition(".")[0]
 
     def finds(self, value: object) -> bool:
@@ -41,7 +40,6 @@ class Import:
 
 
 def imports_in(node: ast.AST) -> list[Import]:
-    """Return what an import statement imports; nothing for other statements and for relative imports."""
     match node:
         case ast.Import(names=names):
             return [Import(each.name, alias=each.asname or "") for each in names]

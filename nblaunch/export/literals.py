@@ -50,7 +50,7 @@ class _Bracketed:
         return f"{self.opening}{inner}{comma}{self.closing}"
 
 
-def _laid_out(text: _Bracketed | str, margin: str, taken: int) -> str:
+def _lay_out(text: _Bracketed | str, margin: str, taken: int) -> str:
     """Return a text on one line if it fits behind `taken` characters, else each part on a line of its own."""
     if isinstance(text, str) or not text.parts or taken + len(str(text)) <= LINE:
         return str(text)
@@ -60,7 +60,7 @@ def _laid_out(text: _Bracketed | str, margin: str, taken: int) -> str:
         lines = textwrap.fill(words, LINE - len(inner), break_long_words=False, break_on_hyphens=False)
         lines = textwrap.indent(lines, inner) + "\n"
     else:
-        parts = [f"{before}{_laid_out(part, inner, len(inner + before) + 1)}" for before, part in text.parts]
+        parts = [f"{before}{_lay_out(part, inner, len(inner + before) + 1)}" for before, part in text.parts]
         lines = "".join(f"{inner}{part},\n" for part in parts)
     return f"{text.opening}\n{lines}{margin}{text.closing}"
 
@@ -69,7 +69,6 @@ class LiteralWriter:
     """Writes one value; `imports` and `names` are what the text refers to."""
 
     def __init__(self, own: Own = lambda _: None) -> None:
-        """`own` knows the functions and classes of the notebook that the script defines."""
         self.imports: set[Import] = set()
         self.names: set[str] = set()
         self.memory: set[int] = set()
@@ -84,7 +83,7 @@ class LiteralWriter:
             raise NoLiteralError
         if type(value) is str and "\n" in value and _fits_triple_quotes(value):
             return f'{name} = """\\\n{value}"""'
-        return f"{name} = {_laid_out(text, '', len(name) + 3)}"
+        return f"{name} = {_lay_out(text, '', len(name) + 3)}"
 
     def _text(self, value: object) -> _Bracketed | str:
         if id(value) in self._around or len(self._around) > _MOST_DEPTH:
@@ -93,11 +92,11 @@ class LiteralWriter:
             self.memory.add(id(value))
         self._around.append(id(value))
         try:
-            return self._written(value)
+            return self._write(value)
         finally:
             self._around.pop()
 
-    def _written(self, value: Any) -> _Bracketed | str:
+    def _write(self, value: Any) -> _Bracketed | str:
         kind = type(value)
         if kind in (list, tuple, set, frozenset, dict):
             return self._container(value) if len(value) <= _MOST_CHARACTERS else _no()
@@ -130,7 +129,7 @@ class LiteralWriter:
         kind = type(value)
         if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
             name = str(getattr(value, "__name__", ""))
-            return name if vars(builtins).get(name) is value else self._owned(value)
+            return name if vars(builtins).get(name) is value else self._own_name(value)
         if kind is type(pathlib.Path()):
             self.imports.add(Import("pathlib", "Path"))
             return f"Path({self._text(str(value))})"
@@ -139,9 +138,9 @@ class LiteralWriter:
             return self._call(kind.__qualname__, vars(value))
         if kind.__module__ == "__main__":
             return self._instance(value)
-        return self._of_torch(value)
+        return self._torch_literal(value)
 
-    def _owned(self, definition: Any) -> str:
+    def _own_name(self, definition: Any) -> str:
         name = self._own(definition) if definition.__module__ == "__main__" else None
         if name is None:
             raise NoLiteralError
@@ -151,7 +150,7 @@ class LiteralWriter:
     def _instance(self, value: Any) -> _Bracketed | str:
         """Write an object of a class of the notebook, where making it again runs no code of that class."""
         kind = type(value)
-        name = self._owned(kind)
+        name = self._own_name(kind)
         if isinstance(value, enum.Enum):
             return self._member(name, value)
         if dataclasses.is_dataclass(value):
@@ -188,7 +187,7 @@ class LiteralWriter:
         parts = [(f"{key}=", self._text(value)) for key, value in arguments.items()]
         return _Bracketed(f"{name}(", parts, ")")
 
-    def _of_torch(self, value: Any) -> str:
+    def _torch_literal(self, value: Any) -> str:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and isinstance(value, torch.dtype | torch.device | torch.Tensor):
             self.imports.add(Import("torch"))
@@ -254,7 +253,6 @@ def _no() -> str:
 
 
 def quoted(text: str | bytes) -> str:
-    """Return a text in double quotes, as formatters write it."""
     written = repr(text)
     prefix = "b" if isinstance(text, bytes) else ""
     body = written[len(prefix) :]

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import io
-import linecache
 import logging
 import re
 import tokenize
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nblaunch._errors import NblaunchError
+from nblaunch.capture.capture import cell_source
 from nblaunch.capture.names import CellNames, cell_names, interpolated, ipython_call
 from nblaunch.capture.parts import fact_of, functions_in
 from nblaunch.export.imports import Import, imports_in
@@ -42,12 +42,10 @@ class Chunk:
 
     @property
     def node(self) -> ast.stmt | None:
-        """The statement, where it is one."""
         return self.nodes[0] if len(self.nodes) == 1 else None
 
     @property
     def definition(self) -> Definition | None:
-        """The function or class, where it is one."""
         return self.node if isinstance(self.node, Definition) else None
 
 
@@ -62,7 +60,6 @@ class BindingStatement:
 
     @classmethod
     def of(cls, chunk: Chunk, number: int) -> BindingStatement:
-        """Take it from a chunk of a cell."""
         node = chunk.nodes[0]
         return cls(chunk.text.strip("\n"), (number, node.lineno), cell_names(chunk.text), node)
 
@@ -88,7 +85,6 @@ class NotebookSource:
         return self._bindings[name][-1] if name in self._bindings else (0, None)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return where the notebook bound `name`; before everything else if that is unknown."""
         number, chunk = self._last(name)
         return number, chunk.nodes[0].lineno if chunk is not None else 0
 
@@ -102,11 +98,10 @@ class NotebookSource:
         return not before or before[-1].text.strip() != last.text.strip() or not _is_constant(last)
 
     def definition(self, name: str, value: object) -> BindingStatement | None:
-        """Return the `def` or `class` statement that made `value`, if it is called `name`."""
         number, chunk = self._last(name)
         if chunk is not None and not chunk.definition and fact_of(value, "__wrapped__") is not None:
             return None  # `f = wrapped(f)`: the `def` alone is not all of it
-        cells = {code: text for code in _codes(value) if (text := source_of(code)) is not None}
+        cells = {code: text for code in _codes(value) if (text := cell_source(code.co_filename)) is not None}
         found = {self._defined_at(name, code, text) for code, text in cells.items()}
         if isinstance(value, type) and (len(found) > 1 or None in found):
             return None  # a method was put into the class, or another one for it, after its definition
@@ -161,13 +156,6 @@ def _is_constant(chunk: Chunk) -> bool:
         isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
         for node in chunk.nodes
     )
-
-
-def source_of(code: types.CodeType) -> str | None:
-    """Return the source of the cell that code was compiled from."""
-    entry = linecache.cache.get(code.co_filename)
-    # Entries without a modification time are no files: IPython puts cells there.
-    return "".join(entry[2]) if entry is not None and len(entry) == 4 and entry[1] is None else None  # noqa: PLR2004
 
 
 def _codes(value: object) -> Iterator[types.CodeType]:
@@ -280,7 +268,6 @@ def _refusal(source: str, line: int, title: str) -> NblaunchError:
 
 
 def replaced(source: str, edits: Iterable[tuple[ast.stmt, str]]) -> str:
-    """Return `source` with the text of some statements replaced."""
     lines = source.splitlines(keepends=True)
     for node, text in sorted(edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1

@@ -84,7 +84,8 @@ def split(source: str, imports: set[Import], above: Iterable[str], used_above: I
         here = imports_in(chunk.node) if chunk.node is not None else []
         if here and all(moves(each) for each in here):
             found.imports.update(here)
-            body += [Chunk(comments, ())] if (comments := _comments(chunk)) else []
+            comments = [line for line in chunk.text.split("\n") if line.lstrip().startswith("#")]
+            body += [Chunk("\n".join(comments), ())] if comments else []
             continue
         may_move = may_move and not any(_prepares(node) for node in chunk.nodes)
         body.append(chunk)
@@ -122,10 +123,6 @@ def _prepares(node: ast.stmt) -> bool:
     return any(isinstance(each, ast.Attribute) and each.attr in _BEFORE_IMPORTS for each in ast.walk(node))
 
 
-def _comments(chunk: Chunk) -> str:
-    return "\n".join(line for line in chunk.text.split("\n") if line.lstrip().startswith("#"))
-
-
 def _names(text: str) -> frozenset[str]:
     found = cell_names(text)
     return found.needed | found.maybe
@@ -155,12 +152,11 @@ def _without_definitions(
 
 def _mentioned(node: Definition) -> set[str]:
     """Return the names that a definition only refers to: bases and annotations."""
-    roots = node.bases if isinstance(node, ast.ClassDef) else [node.returns, *_annotations(node)]
+    if isinstance(node, ast.ClassDef):
+        roots: list[ast.expr | None] = [*node.bases]
+    else:
+        roots = [node.returns, *(each.annotation for each in args_of(node))]
     return {root.id for root in roots if isinstance(root, ast.Name)}
-
-
-def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr | None]:
-    return [each.annotation for each in args_of(node)]
 
 
 def _spaced(body: list[Chunk]) -> str:
@@ -307,7 +303,6 @@ class _ScriptWriter:
         self._of_ranks = of_ranks
 
     def text(self, docstring: str, saved: str) -> str:
-        """Return the whole script; `saved` is the statement that binds the directory of its files."""
         first, last = self._process_group()
         top = self._rank_variables()
         if self._found.files:
@@ -409,7 +404,6 @@ def _docstring(title: str, command: str) -> str:
 
 
 def is_exported(path: Path) -> bool:
-    """Return whether a file was written by an export, and may be written again."""
     try:
         found = ast.get_docstring(ast.parse(path.read_bytes()))
     except (OSError, SyntaxError, ValueError):

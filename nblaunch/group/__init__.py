@@ -45,7 +45,7 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    machine        what the pure machines have in common: a step, messages to ranks, surveys
+    machine        base of the pure machines: a step, messages to ranks, surveys
     fitness        whether a group is fit for another job: evidence before health
     recovery       making ranks fit for another job; a pure machine
     locating       where the ranks are: asked, read from outside, and asked again; a pure machine

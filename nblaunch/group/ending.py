@@ -21,18 +21,8 @@ from nblaunch.diagnose.failures import blames_a_peer
 from nblaunch.diagnose.hang import difference_of
 from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
 from nblaunch.group.recovery import free
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import EarlyEnd
-from nblaunch.protocol.messages import (
-    Collective,
-    Exited,
-    FromRank,
-    Interrupt,
-    InterruptSeen,
-    Noticed,
-    Raised,
-    Waiting,
-    Where,
-)
 from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
 from nblaunch.protocol.state import RunState
 
@@ -40,7 +30,7 @@ NEVER = float("inf")
 ANSWER_SECONDS = 1.0
 """How long ranks have to say where they are."""
 ASK_SECONDS = 0.3
-"""How long they have where somebody waits for an interrupt."""
+"""The same while a user waits for an interrupt."""
 END_SECONDS = 30.0
 """An agent that cannot be moved (uninterruptible ranks) must not hold the job longer."""
 
@@ -101,7 +91,7 @@ class HangWatch(msgspec.Struct, frozen=True):
         return after, not stuck <= self.reported
 
 
-def _pending(collectives: tuple[Collective, ...]) -> _Pending:
+def _pending(collectives: tuple[messages.Collective, ...]) -> _Pending:
     return tuple((known.key, known.sequence) for known in collectives if not known.completed)
 
 
@@ -124,7 +114,9 @@ class LateRanks(msgspec.Struct, frozen=True):
     """Those whose process is stopped (SIGSTOP), and how many seconds ago each was interrupted."""
 
     @classmethod
-    def of(cls, waited_for: Mapping[int, float], report: HangReport, asked: float, now: float) -> LateRanks:
+    def found(
+        cls, waited_for: Mapping[int, float], report: HangReport, asked: float, now: float
+    ) -> LateRanks:
         """Return what to show; `asked` is when ranks were asked for the `report`."""
         places = _places(report)
         late = {rank: asked - since for rank, since in overdue(waited_for, asked).items()}
@@ -143,7 +135,6 @@ def overdue(waited_for: Mapping[int, float], now: float) -> dict[int, float]:
 
 
 def _places(report: HangReport) -> dict[int, str]:
-    """Return where each rank is, in one line."""
     found = {rank: f"still {group.headline}" for group in report.groups for rank in group.ranks}
     for rank, stack in report.silent.items():
         innermost = next((line.strip() for line in reversed(stack.splitlines()) if line.strip()), "")
@@ -173,12 +164,11 @@ class Steps(msgspec.Struct, frozen=True):
     done: Mapping[int, tuple[int, ...]] | None = None
     since: float = 0.0
 
-    def after(self, answers: Mapping[int, Where], now: float) -> Steps:
-        """Return this with one more survey."""
+    def after(self, answers: Mapping[int, messages.Where], now: float) -> Steps:
         done = {rank: answer.done for rank, answer in answers.items()}
         return self if done == self.done else Steps(done, now)
 
-    def stuck(self, answers: Mapping[int, Where], state: RunState, now: float, grace: float) -> bool:
+    def stuck(self, answers: Mapping[int, messages.Where], state: RunState, now: float, grace: float) -> bool:
         """Return whether the ranks wait for something that will not come; `state` is that of the job."""
         if any(answer.broken for answer in answers.values()):
             return True  # what it has begun to its recorder will never run
@@ -198,13 +188,13 @@ def _at_work(state: RunState) -> list[int]:
     return [rank for rank, known in state.ranks.items() if not known.state.final]
 
 
-def _progress(answers: Mapping[int, Where]) -> tuple[bool, set[int]]:
+def _progress(answers: Mapping[int, messages.Where]) -> tuple[bool, set[int]]:
     """Return whether all ranks of some open collective have begun it, and which ranks the others lack."""
     recent = {rank: answer.recent or answer.collectives for rank, answer in answers.items()}
     under_way, absent = False, set[int]()
     for first in (each for known in recent.values() for each in known if not each.completed):
         members = first.ranks or tuple(answers)
-        begun: dict[int, Collective] = {}
+        begun: dict[int, messages.Collective] = {}
         for rank in members:
             for each in recent.get(rank, ()):
                 if each.key == first.key and each.sequence == first.sequence:
@@ -249,7 +239,6 @@ class Interrupted(msgspec.Struct, frozen=True):
 
     @property
     def handles_it(self) -> bool:
-        """Whether it has seen the interrupt, and has time for its own handling of it."""
         return self.seen is not None and self.handled and not self.last
 
     def seen_for(self, seconds: float, now: float) -> bool:
@@ -258,7 +247,7 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 class Interruption(msgspec.Struct, frozen=True):
-    """The interruption of a job: surveys the ranks, frees the stuck, presses those that go on."""
+    """The interruption of a job: surveys the ranks, frees the stuck ones, interrupts the others again."""
 
     begun: bool = False
     cut: bool = False
@@ -282,7 +271,6 @@ class Interruption(msgspec.Struct, frozen=True):
 
     @property
     def busy(self) -> bool:
-        """Whether something is due."""
         return self.survey_at is not None or self.survey is not None or bool(self.interrupted)
 
     def without(self, address: str) -> Interruption:
@@ -309,18 +297,19 @@ class Interruption(msgspec.Struct, frozen=True):
             survey_at=now + _FREE_SECONDS,
             pause=_FREE_SECONDS,
         )
-        return begun, tuple(Send(rank, Interrupt(number)) for rank in ranks)
+        return begun, tuple(Send(rank, messages.Interrupt(number)) for rank in ranks)
 
     def at_once(self) -> tuple[Interruption, Sends]:
         """Interrupt ranks that are still at work once more, also those that are importing."""
         number = self.number + 1
         again = {rank: replace(known, number=number, seen=None) for rank, known in self.interrupted.items()}
         sends = (
-            Send(rank, Interrupt(number, last=known.last, at_once=True)) for rank, known in again.items()
+            Send(rank, messages.Interrupt(number, last=known.last, at_once=True))
+            for rank, known in again.items()
         )
         return replace(self, number=number, interrupted=again), tuple(sends)
 
-    def seen(self, message: InterruptSeen, now: float) -> Interruption:
+    def seen(self, message: messages.InterruptSeen, now: float) -> Interruption:
         """Register that a rank has seen the interrupt: its grace period begins."""
         known = self.interrupted.get(message.rank)
         if known is None or known.number != message.number:
@@ -345,13 +334,12 @@ class Interruption(msgspec.Struct, frozen=True):
         if after.survey_at is not None and now >= after.survey_at:
             # Also those that have finished, or take no part: a stuck rank may wait for one of these.
             everyone = (rank.rank for rank in members.ranks.values() if rank.node)
-            survey, sends = Survey.of(everyone, now + _ANSWER_SECONDS)
+            survey, sends = Survey.begin(everyone, now + _ANSWER_SECONDS)
             after = replace(after, survey_at=None, survey=survey)
         after, freed = _free_stuck(after, state, now)
         return after, (*sends, *freed)
 
-    def answered(self, answer: Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
-        """Take one rank's answer."""
+    def answered(self, answer: messages.Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
         if self.survey is None:
             return self, ()
         return _free_stuck(replace(self, survey=self.survey.with_answer(answer)), state, now)
@@ -363,7 +351,7 @@ class Interruption(msgspec.Struct, frozen=True):
             if not known.last and known.seen_for(grace, now):
                 number += 1
                 interrupted[rank] = replace(known, number=number, last=True, seen=None)
-                sends.append(Send(rank, Interrupt(number, last=True)))
+                sends.append(Send(rank, messages.Interrupt(number, last=True)))
         if not sends:
             return (self if grace == self.grace else replace(self, grace=grace)), ()
         after = replace(self, grace=grace, interrupted=interrupted, number=number)
@@ -382,14 +370,14 @@ class Interruption(msgspec.Struct, frozen=True):
             return ()
         return tuple(rank for rank, known in self.interrupted.items() if known.seen is None)
 
-    def as_stopped(self, message: FromRank) -> FromRank | Exited:
+    def as_stopped(self, message: messages.FromRank) -> messages.FromRank | messages.Exited:
         """After an interrupt, a rank that ends because of it has not failed: it was stopped."""
-        if not self.begun or not isinstance(message, Raised):
+        if not self.begun or not isinstance(message, messages.Raised):
             return message
         failure = message.failure
         if failure.type != "builtins.KeyboardInterrupt" and not blames_a_peer(failure):
             return message
-        return Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
+        return messages.Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
 
 
 def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tuple[Interruption, Sends]:
@@ -422,12 +410,12 @@ def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tupl
     return replace(after, cut=after.cut or bool(sends)), sends
 
 
-def _in_collective(answer: Where) -> bool:
+def _in_collective(answer: messages.Where) -> bool:
     """Return whether a rank's stack, or its flight recorder, shows an open collective."""
     return answer.inside or bool(answer.pending)
 
 
-def _in_step(answers: Mapping[int, Where], state: RunState) -> bool:
+def _in_step(answers: Mapping[int, messages.Where], state: RunState) -> bool:
     """Return whether all ranks are in one and the same collective, and none has ended its job."""
     if any(rank.state.final for rank in state.ranks.values()):
         return False
@@ -443,7 +431,7 @@ def _in_step(answers: Mapping[int, Where], state: RunState) -> bool:
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """What ends a job early, and how far that is."""
+    """The limits of a job, and how far its early end has come."""
 
     timeout: float | None = None
     deadline: float = NEVER
@@ -461,7 +449,7 @@ class Ending(msgspec.Struct, frozen=True):
     interrupted: bool = False
     """Whether they have been interrupted for that: by the user, or kept ones after the timeout."""
     where: str = ""
-    """Where they were before that."""
+    """Where the ranks were before that."""
     findings: tuple[str, ...] = ()
     noticed: int = 0
     """How many notices there were before."""
@@ -477,8 +465,7 @@ class Ending(msgspec.Struct, frozen=True):
     """When the job ends, whatever its ranks do."""
 
     @classmethod
-    def of(cls, timeout: float | None, hang_after: float | None, began: float) -> Ending:
-        """Return the limits of a job that has begun."""
+    def begin(cls, timeout: float | None, hang_after: float | None, began: float) -> Ending:
         deadline = NEVER if timeout is None else began + timeout
         return cls(timeout, deadline, hang=HangWatch(hang_after, began))
 
@@ -494,7 +481,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def early(self) -> EarlyEnd | None:
-        """What the client is told of it; None if the job ends by itself."""
+        """The reason for the client; None if the job ends by itself."""
         if not self.begun:
             return None
         if self.timed_out:
@@ -510,7 +497,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Situation(msgspec.Struct, frozen=True):
-    """What a group knows of its job and its ranks."""
+    """The state of a job and its ranks, as far as its end depends on it."""
 
     run: RunState
     members: RunState
@@ -527,26 +514,25 @@ class Situation(msgspec.Struct, frozen=True):
     """Why ranks are being asked where they are."""
 
 
-Consequence: TypeAlias = LocatedAll | Noticed | Waiting | LocateRanks | RestartAsked | Send | Order
-"""A message to fold, or what is to be done."""
+Consequence: TypeAlias = (
+    LocatedAll | messages.Noticed | messages.Waiting | LocateRanks | RestartAsked | Send | Order
+)
+"""A message to fold, or an action."""
 
 
 class EndingStep(Machine[Ending, Consequence]):
     """One step towards the end of a job."""
 
     def __init__(self, state: Ending, interruption: Interruption, job: Situation, now: float) -> None:
-        """`interruption` is that of the job's ranks; like the state, it changes."""
         super().__init__(state, now)
         self.interruption = interruption
         self.job = job
 
     def change(self, changed: tuple[Interruption, Sends]) -> None:
-        """Take the next value of the interruption, and send its messages."""
         self.interruption, sends = changed
         self.act(*sends)
 
     def interrupt(self, *, sparing: bool = False) -> None:
-        """Interrupt the job for the user, or `sparing` its ranks whatever came before."""
         self.set(interrupts=self.state.interrupts + (not sparing))
         ending = self.state
         if not ending.begun:
@@ -610,7 +596,6 @@ class EndingStep(Machine[Ending, Consequence]):
             self.skip_grace()
 
     def break_off_imports(self, report: HangReport) -> None:
-        """Interrupt importing ranks at once, if no others are late."""
         late = self.interruption.waited_for.keys()
         importing = {rank for group in report.groups if group.importing for rank in group.ranks}
         if not late or not late <= importing or self.state.interrupts > 2:  # noqa: PLR2004 - a third came
@@ -620,7 +605,6 @@ class EndingStep(Machine[Ending, Consequence]):
         self.set(broken_off=True)
 
     def skip_grace(self) -> None:
-        """Wait for the ranks of the job no longer."""
         job, waited_for = self.job, self.interruption.waited_for
         lost = format_ranks(job.members.ranks) if job.kept else ""
         abandon_at = min(self.state.abandon_at, self.now + job.grace + END_SECONDS)
@@ -634,12 +618,10 @@ class EndingStep(Machine[Ending, Consequence]):
             self.replace_ranks("it was interrupted twice")
 
     def replace_ranks(self, reason: str) -> None:
-        """Replace the ranks of a persistent group."""
         self.act(RestartAsked(reason))
         self.job = replace(self.job, replacing=True)
 
     def tick(self) -> None:
-        """Do what is due for a job that takes a while."""
         self.change(self.interruption.tick(self.job.run, self.job.present, self.now))
         self.press()
         self.watch()
@@ -662,7 +644,6 @@ class EndingStep(Machine[Ending, Consequence]):
             )
 
     def watch(self) -> None:
-        """Watch the limits of the job."""
         now, pauses = self.now, self.job.asks or self.job.run.awaits_nodes
         # Time spent in a prompt or in an engine's queue counts for no limit.
         if pauses or self.state.paused_at is not None:
@@ -683,11 +664,10 @@ class EndingStep(Machine[Ending, Consequence]):
         self.check_for_late()
 
     def check_for_hang(self, report: HangReport, asked: float) -> None:
-        """Tell the user of a hang that was not there before."""
         watch, hangs = self.state.hang.hangs(report, asked)
         self.set(hang=watch)
         if hangs:
-            told = Noticed(text=f"nothing heard for {watch.seconds:g} s\n{report}")
+            told = messages.Noticed(text=f"nothing heard for {watch.seconds:g} s\n{report}")
             self.act(LocatedAll(report=report), told)
 
     def check_for_late(self) -> None:
@@ -702,9 +682,8 @@ class EndingStep(Machine[Ending, Consequence]):
             self.act(LocateRanks(Why.LATE, ASK_SECONDS, late))
 
     def show_late(self, report: HangReport, asked: float) -> None:
-        """Show where these ranks are; replace those that nobody may continue."""
-        late = LateRanks.of(self.interruption.waited_for, report, asked, self.now)
-        self.set([Waiting(ranks=dict(late.ranks))], late=late)
+        late = LateRanks.found(self.interruption.waited_for, report, asked, self.now)
+        self.set([messages.Waiting(ranks=dict(late.ranks))], late=late)
         stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.job.grace]
         if self.state.timed_out and stopped and not self.job.replacing:
             # There may be nobody to continue it, and it is not in the middle of anything.

@@ -62,7 +62,7 @@ def unfit(answers: Mapping[int, Where], members: Iterable[int], called: Tallies,
 
 
 def _unread(by_rank: Mapping[int, Tally]) -> str:
-    """Return on which rank it is not known what the collectives of a group did, "" if on none."""
+    """Return on which rank the collectives of a group were not recorded, "" if on none."""
     for rank, tally in by_rank.items():
         if tally.recorded is None or tally.called is None:
             return f"nothing records what the collectives of {_words(tally)} did on rank {rank}"

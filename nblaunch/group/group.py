@@ -38,31 +38,10 @@ from nblaunch.group.machine import LocateRanks, Order, Send
 from nblaunch.host.local_host import LocalHost
 from nblaunch.host.rank_host import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
-from nblaunch.protocol.client import Event, RankLogFiles
-from nblaunch.protocol.messages import (
-    Answer,
-    Asked,
-    AttemptStarted,
-    ClockAnswered,
-    ClockAsked,
-    EngineStatus,
-    Exited,
-    FromRank,
-    Hello,
-    Measured,
-    Names,
-    Noticed,
-    Prepare,
-    Printed,
-    Profiled,
-    Raised,
-    Returned,
-    ToRank,
-    Usage,
-    encode,
-)
+from nblaunch.protocol import messages
+from nblaunch.protocol.client import Event
 from nblaunch.protocol.reports import HangReport
-from nblaunch.protocol.state import Message, RunState
+from nblaunch.protocol.state import RunState
 
 _ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.01
@@ -84,7 +63,7 @@ _OF_HOSTS = {
 class GroupListener(Protocol):
     """Follows the ranks of a persistent group; called on the hub's thread."""
 
-    def names_changed(self, names: Names) -> None:
+    def names_changed(self, names: messages.Names) -> None:
         """Handle a change of the variables that a rank has."""
 
     def ranks_replaced(self, attempt: int) -> None:
@@ -112,7 +91,6 @@ class WorkerGroup:
         *,
         keep: bool = False,
     ) -> None:
-        """Prepare a group; `start` starts it."""
         self.group = secrets.token_hex(4)
         self.token = secrets.token_hex(16)
         self.attempt = 0
@@ -120,23 +98,23 @@ class WorkerGroup:
         self.when_closed: Callable[[], None] = lambda: None
         """The hub's thread calls it once the last rank is gone."""
         self.job: Job | None = None
-        self.names: dict[int, Names] = {}
+        self.names: dict[int, messages.Names] = {}
         """Of a persistent group: the variables that each rank has."""
         self.listener: GroupListener | None = None
         self.closed = threading.Event()
         self.events = EventLog()
-        """What torchelastic has recorded of these ranks."""
+        """Events that torchelastic has recorded for these ranks."""
         self.settings = settings
         self._hub = local.hub
-        self._life = GroupState(persistent=keep, members=RunState.fresh(settings.nproc, time=time.time()))
-        self._logs = RankLogs(settings.log_dir if settings.private_logs else None)
-        self._raw: tuple[FromRank, bytes] | None = None
+        self.life = GroupState(persistent=keep, members=RunState.fresh(settings.nproc, time=time.time()))
+        self.logs = RankLogs(settings.log_dir if settings.private_logs else None)
+        self._raw: tuple[messages.FromRank | None, bytes] = None, b""
         """The message that is being fed, and the bytes that its rank has sent."""
         self._surveys = itertools.count()
         self._who_surveys: dict[int, Future[HangReport]] = {}
-        """Who has asked where the ranks are, by the number of the survey."""
+        """Callers that wait for a report, by the number of the survey."""
         self._error: BaseException | None = None
-        self.usages: dict[int, Usage] = {}
+        self.usages: dict[int, messages.Usage] = {}
         """The last measurement of the ranks."""
         self._measuring = 0
         """How many want the ranks to be measured."""
@@ -153,39 +131,17 @@ class WorkerGroup:
     @property
     def state(self) -> RunState:
         """The ranks themselves; the state of the job is `job.state`."""
-        return self._life.members
-
-    @property
-    def ready(self) -> bool:
-        """Whether all ranks of this attempt have formed their process group."""
-        return self._life.all_ready
+        return self.life.members
 
     @property
     def backend(self) -> str:
-        """The backend of the default process group, "" if there is none."""
-        prepare = self._life.prepare
+        """The backend of the default process group, or ""."""
+        prepare = self.life.prepare
         return "" if prepare is None else prepare.backend or ""
 
     @property
-    def saving(self) -> bool:
-        """Whether ranks save because their nodes are taken back."""
-        return bool(self._life.saving)
-
-    @property
     def why_closed(self) -> str:
-        """Which error ended the group, "" if none did."""
         return "" if self._error is None else str(self._error)
-
-    @property
-    def engine(self) -> EngineStatus | None:
-        """The engine's last report about the nodes, None without an engine."""
-        return self._life.engine
-
-    @property
-    def regroups(self) -> bool:
-        """Whether nodes came or were lost, and the ranks are not ready yet under their new numbers."""
-        life = self._life
-        return bool(life.lost) or life.regrouping or (bool(life.adopted) and not life.all_ready)
 
     # --- on the caller's thread -----------------------------------------------------------------
 
@@ -203,21 +159,21 @@ class WorkerGroup:
         self.post(Trigger.DISMISS if self._started else Trigger.AGENT_ENDED)
         self._started = True
 
-    def begin(self, job: Job | None, prepare: Prepare) -> None:
+    def begin(self, job: Job | None, prepare: messages.Prepare) -> None:
         """Submit a job, to be dispatched once all ranks are ready; None only makes them ready."""
 
         def submit() -> None:
             self.job = job
             if job is not None:
-                job.logs = self._logs.begin_job(self.attempt)
+                job.logs = self.logs.begin_job(self.attempt)
             known = None if job is None else job.known
-            self._feed(lifecycle.JobSubmitted(prepare, self.settings.options.grace, known))
+            self.feed(lifecycle.JobSubmitted(prepare, self.settings.options.grace, known))
 
         self._hub.call(submit)
 
     def post(self, event: GroupEvent) -> None:
         """Feed an event to the machine, from any thread."""
-        self._hub.call(functools.partial(self._feed, event))
+        self._hub.call(functools.partial(self.feed, event))
 
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
         """Ask every rank where it is; wait at most `seconds` for the answers, and read the stacks of others.
@@ -229,7 +185,7 @@ class WorkerGroup:
         def ask() -> None:
             number = next(self._surveys)
             self._who_surveys[number] = found
-            self._feed(LocateRanks(number, seconds))
+            self.feed(LocateRanks(number, seconds))
 
         self._hub.call(ask)
         try:
@@ -238,7 +194,7 @@ class WorkerGroup:
             return hang.report({})
 
     def measure(self, *, wanted: bool) -> None:
-        """Have the ranks measured until nobody wants it any more; on the hub's thread."""
+        """Count the callers that want measurements; measure while there is one. On the hub's thread."""
         before, after = self._measuring, self._measuring + (1 if wanted else -1)
         if (before > 0) != (after > 0):
             self.usages = {} if before == 0 else self.usages
@@ -247,35 +203,24 @@ class WorkerGroup:
         self._measuring = after
 
     def memory(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int | None]:
-        """Return each rank's private memory in bytes; wait at most `seconds` for ranks on other machines."""
-        found: dict[int, int | None] = dict.fromkeys(self.state.ranks)
+        """Return each rank's private memory in bytes; wait at most `seconds` if a host must measure it."""
+        ranks = self.state.ranks  # once: nodes may come meanwhile
+        found: dict[int, int | None] = dict.fromkeys(ranks)
         for host in self._hosts:
             found |= host.memory()
-        away = self._life.remote - self._life.exited
-        if away:
+        asked = {rank for rank, each in ranks.items() if each.node and found[rank] is None} - self.life.exited
+        if asked:
             self._hub.run(lambda: self.measure(wanted=True), seconds)
             deadline = time.monotonic() + seconds
-            while not away <= self.usages.keys() and time.monotonic() < deadline:
+            while not asked <= self.usages.keys() and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             self._hub.call(lambda: self.measure(wanted=False))
-        return found | {rank: used.memory for rank, used in dict(self.usages).items() if rank in away}
-
-    def answer(self, rank: int, answer: Answer) -> None:
-        """Send a rank what the user has typed."""
-        self.post(lifecycle.Replied(rank, answer))
+        return found | {rank: used.memory for rank, used in dict(self.usages).items() if rank in asked}
 
     def interrupt(self, job: Job, *, sparing: bool = False) -> None:
         """Interrupt a job; the second time its ranks are ended, unless `sparing` them. From any thread."""
         trigger = Trigger.INTERRUPT_SPARING if sparing else Trigger.INTERRUPT
-        self._hub.call(lambda: self._feed(trigger) if job is self.job else None)
-
-    def logs_so_far(self, job: Job) -> dict[int, tuple[RankLogFiles, ...]]:
-        """Return the log files of a job as far as its state has what is in them; on the hub's thread."""
-        return self._logs.so_far(job.logs)
-
-    def free_logs(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
-        """Give back the room of logs that are older than those of the oldest job; on the hub's thread."""
-        self._logs.free_before(oldest)
+        self._hub.call(lambda: self.feed(trigger) if job is self.job else None)
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
@@ -284,13 +229,11 @@ class WorkerGroup:
 
     @property
     def waiting(self) -> bool:
-        """Whether all ranks are connected, and have nothing to do."""
         known = self.state.ranks.values()
         connected = self.job is None and not self.closed.is_set() and all(rank.node for rank in known)
         return connected and all(host.all_alive() for host in self._hosts)
 
     def adopt(self, settings: AgentSettings) -> None:
-        """Give the next job its own grace period."""
         self.settings = replace(self.settings, options=settings.options)
         for host in self._hosts:
             host.adopt(self.settings)
@@ -308,38 +251,16 @@ class WorkerGroup:
         # The group and its agent refer to each other; gigabytes must not wait until the collector comes.
         if self.closed.is_set():
             self.job = None
-            self._life = msgspec.structs.replace(self._life, job=None)
+            self.life = msgspec.structs.replace(self.life, job=None)
 
     def recorded(self, event: Event) -> None:
-        """Keep one of torchelastic's events."""
         self.events.add(event)
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """End the group, and its job."""
         self.events.close()
         self._hub.call(lambda: self._on_agent_end(error))
 
     # --- on the hub's thread: reports of hosts -------------------------------------------------
-
-    def engine_reported(self, message: EngineStatus) -> None:
-        """Fold an engine's report about the nodes."""
-        self._feed(message)
-
-    def noted(self, text: str) -> None:
-        """Show a text with the next result."""
-        self._feed(Noticed(text=text))
-
-    def placed(self, backend: str, device_type: str) -> None:
-        """Use, for the next attempt, the backend and devices that all of its nodes have."""
-        self._feed(lifecycle.PrepareChanged(backend, device_type))
-
-    def wrote(self, rank: int) -> None:
-        """Read, with the next output, what a rank on a node printed."""
-        self._logs.wrote(rank)
-
-    def preempted(self, why: str, seconds: float | None) -> None:
-        """Have the ranks save: their nodes will be taken back in `seconds`; None if they already were."""
-        self._feed(lifecycle.Preemption(why, seconds))
 
     def attempt_starting(
         self,
@@ -355,89 +276,68 @@ class WorkerGroup:
         `kept` maps the numbers of ranks that the attempt keeps to their former ones.
         """
         self._hub.drain(_LAST_DRAIN_SECONDS)
-        self._feed(Trigger.DRAINED)
+        self.feed(Trigger.DRAINED)
         self.usages = {}
-        started = AttemptStarted(
+        started = messages.AttemptStarted(
             number=number, world_size=world_size, time=time.time(), reason=reason, backend=backend
         )
         if kept is not None:
             self._go_on(started, kept)
             return
-        self._logs.close()
+        self.logs.close()
         self.names = {}
         for host in self._hosts:
             host.begin_attempt()
-        self._feed(lifecycle.AttemptStarting(started))
-        self._logs.begin(number)
+        self.feed(lifecycle.AttemptStarting(started))
+        self.logs.begin(number)
         if self.listener is not None:
             self.listener.ranks_replaced(self.attempt)
 
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Follow the processes of this machine, if it has some, and expect all ranks to connect."""
-        self._forked(number, world_size, workers)
-
-    def node_started(self, workers: tuple[Worker, ...]) -> None:
-        """Follow a node's processes and their log files."""
-        self._forked(self.attempt, self.state.world_size, workers, remote=True)
-
-    def _forked(
+    def attempt_started(
         self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
     ) -> None:
+        """Follow processes and their log files; if no more come from other nodes, expect all to connect."""
         # Brief: thousands of files must not stay open.
-        self._logs.extend(workers, brief=remote)
+        self.logs.extend(workers, brief=remote)
         pids = {worker.rank: worker.pid for worker in workers}
-        message = AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
-        self._feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
+        message = messages.AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
+        self.feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
 
-    def rank_gone(self, exited: Exited) -> None:
-        """Fold the exit of a process, after what its rank has sent."""
-        self._feed(exited)
+    def rank_gone(self, exited: messages.Exited) -> None:
+        self.feed(exited)
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Release those of these ranks that have failed: none is still at work."""
-        self._feed(lifecycle.RanksStopped(frozenset(ranks)))
+        self.feed(lifecycle.RanksStopped(frozenset(ranks)))
 
     def membership_changing(self) -> None:
         """Expect the end of all ranks before the first is ended: how their peers fail then is no failure."""
-        self._feed(Trigger.MEMBERSHIP_CHANGING)
+        self.feed(Trigger.MEMBERSHIP_CHANGING)
         for host in self._hosts:
             host.follow()
 
-    def node_leaves(
-        self, name: str, *, asked: bool, enough: bool, ranks: frozenset[int], address: str
-    ) -> bool:
-        """Go on without a node if enough are left; return whether the other nodes join another rendezvous."""
-        self._feed(lifecycle.NodeLeaving(name, asked, enough, ranks, address))
-        return self._life.changing
-
-    def node_waits(self) -> None:
-        """Have a new node's ranks join the others."""
-        self._feed(Trigger.NODE_ARRIVED)
-
-    def measured(self, usages: Mapping[int, Usage]) -> None:
-        """Fold a measurement of ranks."""
+    def measured(self, usages: Mapping[int, messages.Usage]) -> None:
         if self._measuring:
             self.usages |= usages
-        self._feed(Measured(usages=dict(usages)))
+        self.feed(messages.Measured(usages=dict(usages)))
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
-        """Take the stacks of ranks that do not answer."""
-        self._feed(lifecycle.StacksRead(stacks))
+        self.feed(lifecycle.StacksRead(stacks))
 
     # --- on the hub's thread: messages of ranks -------------------------------------------------
 
-    def receive(self, message: FromRank, data: bytes | None = None) -> None:
+    def receive(self, message: messages.FromRank, data: bytes | None = None) -> None:
         """Feed a rank's message, after the output that came before it; `data` is what the rank has sent."""
-        if isinstance(message, ClockAsked):
+        if isinstance(message, messages.ClockAsked):
             # Before all else: what comes between counts as an error of the rank's clock.
-            self._send(message.rank, ClockAnswered(message.number, time.time_ns()))
+            self._send(message.rank, messages.ClockAnswered(message.number, time.time_ns()))
             return
         sent = message
-        self._observe(self._logs.before(message))
+        self._observe(self.logs.before(message))
         match message:
-            case Hello():
+            case messages.Hello():
                 message = msgspec.structs.replace(message, token="")  # those who follow a job need none
-            case Names():
+            case messages.Names():
                 # Thousands of ranks may send the same text: keep one copy.
                 known = next(iter(self.names.values()), message)
                 if known.names == message.names:
@@ -445,31 +345,31 @@ class WorkerGroup:
                 self.names[message.rank] = message
                 if self.listener is not None:
                     self.listener.names_changed(message)
-            case Asked() if self.job is not None:
+            case messages.Asked() if self.job is not None:
                 self.job.asked(message)
-            case Returned() | Profiled():
+            case messages.Returned() | messages.Profiled():
                 taken = None if self.job is None else self.job.take(message)
                 if taken is None:
-                    return  # nobody waits for it any more
+                    return  # its job has ended
                 message = taken
             case _:
                 pass
         message = self._with_holders(message)
-        self._raw = (message, data) if data is not None and message is sent else None
-        self._feed(message)
-        self._raw = None
+        self._raw = (message, data) if data is not None and message is sent else (None, b"")
+        self.feed(message)
+        self._raw = None, b""
 
-    def _observe(self, output: Iterable[Printed]) -> None:
+    def _observe(self, output: Iterable[messages.Printed]) -> None:
         for printed in output:
             if self.job is not None and self.job.shows(printed):
-                self._feed(printed)
+                self.feed(printed)
 
-    def _with_holders(self, message: FromRank) -> FromRank:
+    def _with_holders(self, message: messages.FromRank) -> messages.FromRank:
         """Add to the failure of a rank that lacked GPU memory which processes hold it."""
-        if not isinstance(message, Raised) or message.failure.memory is None:
+        if not isinstance(message, messages.Raised) or message.failure.memory is None:
             return message
         node = self.state.ranks[message.rank].node
-        caller, here = self.settings.caller, message.rank not in self._life.remote
+        caller, here = self.settings.caller, message.rank not in self.life.remote
         holders = {caller.pid: caller.name} if here and node == platform.node() else {}
         for group in self._hub.members():
             known = group.state.ranks.values() if isinstance(group, WorkerGroup) else ()
@@ -482,15 +382,13 @@ class WorkerGroup:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is due before the next message, report or request."""
-        return self._life.quiet
+        return self.life.quiet
 
     def tick(self, now: float) -> None:
-        """Read logs; do what is due."""
         job = self.job
         if job is not None and not job.ended.is_set():
-            self._observe(self._logs.news(job.state.ranks))
-        self._feed(Trigger.TICK, now)
+            self._observe(self.logs.news(job.state.ranks))
+        self.feed(Trigger.TICK, now)
 
     def lost(self, error: Exception) -> None:
         """End the run: no message of its ranks arrives any more."""
@@ -499,40 +397,39 @@ class WorkerGroup:
             "The next run reconnects.",
             kind=FailureKind.CONNECTION_LOST,
         )
-        self._feed(Trigger.HUB_LOST)
+        self.feed(Trigger.HUB_LOST)
 
-    def _go_on(self, message: AttemptStarted, kept: Mapping[int, int]) -> None:
-        """Begin an attempt that keeps ranks, and their logs."""
+    def _go_on(self, message: messages.AttemptStarted, kept: Mapping[int, int]) -> None:
         names = self.names
         self.names = {
             rank: msgspec.structs.replace(names[before], rank=rank)
             for rank, before in kept.items()
             if before in names
         }
-        self._feed(lifecycle.AttemptStarting(message, kept))
-        self._logs.renumber(message.number, kept)
+        self.feed(lifecycle.AttemptStarting(message, kept))
+        self.logs.renumber(message.number, kept)
         if self.listener is not None:
             self.listener.ranks_renumbered(self.attempt, kept)
 
     def _on_agent_end(self, error: BaseException | None) -> None:
         try:
             self._hub.drain(_LAST_DRAIN_SECONDS)
-            self._feed(Trigger.DRAINED)
-            self._observe(self._logs.rest_of_all())
+            self.feed(Trigger.DRAINED)
+            self._observe(self.logs.rest_of_all())
         except Exception as broken:  # noqa: BLE001 - the caller that waits for the end must see it
             error = error or broken
         finally:
             self._error = self._error or error
             if isinstance(error, RunPreemptedError):
-                self._feed(lifecycle.Preemption(str(error), None))
-            self._feed(Trigger.AGENT_ENDED)
+                self.feed(lifecycle.Preemption(str(error), None))
+            self.feed(Trigger.AGENT_ENDED)
 
     def _close(self, *, succeeded: bool) -> None:
         # Here and not in `close`: a caller who is interrupted once more may never come that far.
         self._hub.remove(self)
         for host in self._hosts:
             host.close(succeeded=succeeded)
-        self._logs.close()
+        self.logs.close()
         remove_tree(self._directory)
         self.closed.set()
         if self._unused_logs is not None:
@@ -541,11 +438,11 @@ class WorkerGroup:
             self.listener.group_closed()
         self.when_closed()
 
-    def _feed(self, event: GroupEvent, now: float | None = None) -> None:
+    def feed(self, event: GroupEvent, now: float | None = None) -> None:
         """Feed an event to the machine, and perform the actions that follow; only on the hub's thread."""
-        self._life, actions = step(self._life, event, time.monotonic() if now is None else now)
-        self.attempt = self._life.attempt
-        job, known = self.job, self._life.job
+        self.life, actions = step(self.life, event, time.monotonic() if now is None else now)
+        self.attempt = self.life.attempt
+        job, known = self.job, self.life.job
         if job is not None and known is not None and not job.ended.is_set():
             job.known = known
         for action in actions:
@@ -553,15 +450,17 @@ class WorkerGroup:
             if not isinstance(action, Publish):
                 self._perform(action, job)
             elif job is not None and job.listeners:
-                job.publish(action.message, self._encoded(action.message))
+                # What a rank has sent need not be encoded again, if the message is still that one.
+                message, (sent, data) = action.message, self._raw
+                job.publish(message, data if sent is message else messages.encode(message))
 
     def _perform(self, action: Action, job: Job | None) -> None:
         match action:
             case Send(rank, message):
                 self._send(rank, message)
             case lifecycle.Explain(exited):
-                self._observe(self._logs.rest(exited.rank))
-                self._feed(lifecycle.ExitExplained(exited))
+                self._observe(self.logs.rest(exited.rank))
+                self.feed(lifecycle.ExitExplained(exited))
             case lifecycle.ReadStacks(ranks):
                 for host in self._hosts:
                     host.read_stacks(ranks)
@@ -570,35 +469,30 @@ class WorkerGroup:
             case lifecycle.ReleaseWorkers(succeeded, others):
                 for host in self._hosts:
                     host.release(succeeded=succeeded, others=others)
-            case lifecycle.SendJob(rank) if job is not None:
-                self._send(rank, job.dispatch_to(rank))
-            case Noticed(text=text) if job is not None:
-                job.late.append(text)
             case Order.CLOSE_GROUP:
-                known = self._life.job
+                known = self.life.job
                 self._close(succeeded=known is not None and known.succeeded)
-            case Order():
-                self._carry_out(action, job)
+            case Order() if action in _OF_HOSTS:
+                for host in self._hosts:
+                    _OF_HOSTS[action](host)
+            case _ if job is not None:
+                self._perform_for(job, action)
+
+    def _perform_for(self, job: Job, action: Action) -> None:
+        match action:
+            case lifecycle.SendJob(rank):
+                self._send(rank, job.dispatch_to(rank))
+            case messages.Noticed(text=text):
+                job.late.append(text)
+            case Order.FINISH_JOB:
+                job.finish(time.time(), self._error)
+                self.usages = {}
+            case Order.KEEP_PAYLOAD:
+                job.payload_kept()
+            case Order.FORGET_VALUES:
+                job.release_values()
             case _:
                 pass
 
-    def _encoded(self, message: Message) -> bytes:
-        """Return the bytes that a rank has sent, if the message is still that one."""
-        return self._raw[1] if self._raw is not None and self._raw[0] is message else encode(message)
-
-    def _carry_out(self, order: Order, job: Job | None) -> None:
-        """Carry out an order: the hosts do it, or the job."""
-        match order:
-            case Order.FINISH_JOB if job is not None:
-                job.finish(time.time(), self._error)
-                self.usages = {}
-            case Order.KEEP_PAYLOAD if job is not None:
-                job.payload_kept()
-            case Order.FORGET_VALUES if job is not None:
-                job.release_values()
-            case _:
-                for host in self._hosts if order in _OF_HOSTS else ():
-                    _OF_HOSTS[order](host)
-
-    def _send(self, rank: int, message: ToRank) -> None:
+    def _send(self, rank: int, message: messages.ToRank) -> None:
         any(host.send(rank, message) for host in self._hosts)

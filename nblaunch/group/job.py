@@ -16,33 +16,14 @@ from msgspec.structs import replace
 
 from nblaunch._errors import RunPreemptedError
 from nblaunch.capture import shared_memory
-from nblaunch.capture.shared_memory import HeldPayload
+from nblaunch.capture.shared_memory import Outgoing
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.group.lifecycle import JobState
 from nblaunch.host.logs import LogTail
 from nblaunch.host.settings import Worker
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import RankLogFiles
-from nblaunch.protocol.messages import (
-    Asked,
-    Cleared,
-    Dispatch,
-    Displayed,
-    Finishing,
-    FromRank,
-    Offsets,
-    Payload,
-    Preempted,
-    Printed,
-    Profiled,
-    Raised,
-    Returned,
-    RunEnded,
-    Started,
-    Switched,
-    Waiting,
-    encode,
-)
 from nblaunch.protocol.state import Message, RankState, RunState, advance
 
 # The log files of a group's ranks, attempt by attempt: new text, and which part of it is the job's.
@@ -66,7 +47,8 @@ class RankLogs:
     def begin_job(self, attempt: int) -> dict[int, dict[int, RankLogFiles]]:
         """Return the logs of a job that begins now, by attempt and rank; they are updated from now on."""
         self._present = {
-            rank: replace(logs, started=Offsets(), ended=None) for rank, logs in self._present.items()
+            rank: replace(logs, started=messages.Offsets(), ended=None)
+            for rank, logs in self._present.items()
         }
         # Nodes that have not started their ranks yet add the files later (`extend`).
         self.attempts = {attempt: self._present} if attempt in self.attempts else {}
@@ -109,7 +91,9 @@ class RankLogs:
         tails, present = self._tails, self._present
         for rank in tails.keys() - set(kept.values()):
             tails[rank].close()
-        self._tails = {rank: tails[before].of(rank) for rank, before in kept.items() if before in tails}
+        self._tails = {
+            rank: tails[before].renumbered(rank) for rank, before in kept.items() if before in tails
+        }
         self._growing = {
             rank: self._growing[before] for rank, before in kept.items() if before in self._growing
         }
@@ -125,7 +109,7 @@ class RankLogs:
         self._attempt = attempt
 
     def free_before(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
-        """Give back the room of what is older than a job, whose logs these are: no job refers to it.
+        """Delete files, and free parts of files, that are older than the logs of the oldest job.
 
         Without logs there is no such job.
         """
@@ -154,38 +138,41 @@ class RankLogs:
         }
 
     def close(self) -> None:
-        """Close the files of the present attempt."""
         for tail in self._tails.values():
             tail.close()
         self._tails, self._present, self._growing = {}, {}, {}
 
-    def before(self, message: FromRank) -> Iterator[Printed]:
+    def before(self, message: messages.FromRank) -> Iterator[messages.Printed]:
         """Yield the output that precedes `message`; keep the offsets where the rank's job begins and ends."""
         tail, known = self._tails.get(message.rank), self._present.get(message.rank)
         if tail is None or known is None:
             return
         match message:
-            case Started(offsets=offsets):
+            case messages.Started(offsets=offsets):
                 # What a rank prints before its job (gloo's greeting) is not the job's output.
                 tail.skip_to(offsets)
                 self._present[message.rank] = replace(known, started=offsets)
-            case Switched(moments=moments):
+            case messages.Switched(moments=moments):
                 for offsets in moments:
                     yield from tail.up_to(offsets)
-            case Displayed(offsets=offsets) | Cleared(offsets=offsets) | Asked(offsets=offsets):
+            case (
+                messages.Displayed(offsets=offsets)
+                | messages.Cleared(offsets=offsets)
+                | messages.Asked(offsets=offsets)
+            ):
                 yield from tail.up_to(offsets)
             case (
-                Returned(offsets=offsets)
-                | Raised(offsets=offsets)
-                | Preempted(offsets=Offsets() as offsets)
-                | Finishing(offsets=Offsets() as offsets)
+                messages.Returned(offsets=offsets)
+                | messages.Raised(offsets=offsets)
+                | messages.Preempted(offsets=messages.Offsets() as offsets)
+                | messages.Finishing(offsets=messages.Offsets() as offsets)
             ):
                 self._present[message.rank] = replace(known, ended=offsets)
                 yield from tail.up_to(offsets)
             case _:
                 pass
 
-    def news(self, ranks: Mapping[int, RankState]) -> Iterator[Printed]:
+    def news(self, ranks: Mapping[int, RankState]) -> Iterator[messages.Printed]:
         """Yield the new output of ranks whose job has begun."""
         for rank, always in list(self._growing.items()):
             known = ranks.get(rank)
@@ -195,14 +182,12 @@ class RankLogs:
                 if not always and tail.idle:
                     del self._growing[rank]
 
-    def rest(self, rank: int) -> Iterator[Printed]:
-        """Yield the remaining output of a rank that is gone."""
+    def rest(self, rank: int) -> Iterator[messages.Printed]:
         tail = self._tails.get(rank)
         if tail is not None:
             yield from tail.rest()
 
-    def rest_of_all(self) -> Iterator[Printed]:
-        """Yield the remaining output of all ranks."""
+    def rest_of_all(self) -> Iterator[messages.Printed]:
         for rank in self._tails:
             yield from self.rest(rank)
 
@@ -215,7 +200,7 @@ class Job:
 
     def __init__(
         self,
-        dispatches: Mapping[int | None, Dispatch],
+        dispatches: Mapping[int | None, messages.Dispatch],
         known: JobState,
         *,
         options: LaunchOptions | None = None,
@@ -231,8 +216,8 @@ class Job:
         self.dispatch = dispatches[None]
         self._dispatches = dispatches
         self._directory = directory
-        self._values: dict[tuple[int, str], HeldPayload] = {}
-        """What ranks have sent, by rank: values and profiles."""
+        self._values: dict[tuple[int, str], Outgoing] = {}
+        """Values and profiles of ranks."""
         self.logs: Mapping[int, Mapping[int, RankLogFiles]] = {}
         """The log files, by attempt and rank."""
         self.error: BaseException | None = None
@@ -242,7 +227,7 @@ class Job:
         """Called with each message that has changed the state, and with its bytes."""
         self.ended = threading.Event()
 
-    def asked(self, message: Asked) -> None:
+    def asked(self, message: messages.Asked) -> None:
         """Take a rank's question to the user."""
 
     def payload_kept(self) -> None:
@@ -250,20 +235,21 @@ class Job:
 
     @property
     def state(self) -> RunState:
-        """The state of the run: an immutable snapshot."""
         return self.known.run
 
-    def dispatch_to(self, rank: int) -> Dispatch:
-        """Return the message to a rank."""
+    def dispatch_to(self, rank: int) -> messages.Dispatch:
         return self._dispatches.get(rank, self.dispatch)
 
-    def take(self, message: Returned | Profiled) -> Returned | Profiled | Raised | None:
+    def take(
+        self, message: messages.Returned | messages.Profiled
+    ) -> messages.Returned | messages.Profiled | messages.Raised | None:
         """Open a value or a profile while its rank still holds it; return the message to fold.
 
-        It names what is held here. What nobody waits for is None, and a profile that cannot be opened.
+        The message refers to the held payload. It is None after the end of the job, and for a profile that
+        cannot be opened.
         """
-        part = "value" if isinstance(message, Returned) else "data"
-        sent: Payload = getattr(message, part)
+        part = "value" if isinstance(message, messages.Returned) else "data"
+        sent: messages.Payload = getattr(message, part)
         if self.ended.is_set():
             return None
         if part == "value" and sent.inline is not None and not self._values:
@@ -273,16 +259,16 @@ class Job:
         except (FileNotFoundError, ProcessLookupError):
             return None  # the process is gone: its exit says so, and came first
         except Exception as error:  # noqa: BLE001 - no descriptor or memory left: the rank waits for an answer
-            if not isinstance(message, Returned):
+            if not isinstance(message, messages.Returned):
                 return None
             failure = value_lost(error, time.time())
-            return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
+            return messages.Raised(rank=message.rank, failure=failure, offsets=message.offsets)
         if (before := self._values.pop((message.rank, part), None)) is not None:
             before.close()
         self._values[message.rank, part] = held
         return message if held.payload is sent else replace(message, **{part: held.payload})
 
-    def taken_values(self) -> dict[tuple[int, str], HeldPayload]:
+    def taken_values(self) -> dict[tuple[int, str], Outgoing]:
         """Return the values and profiles by rank: the caller closes them."""
         values, self._values = self._values, {}
         return values
@@ -292,8 +278,7 @@ class Job:
         for each in self.taken_values().values():
             each.close()
 
-    def shows(self, printed: Printed) -> bool:
-        """Whether output is shown; all of it is in the rank's files, and in the result."""
+    def shows(self, printed: messages.Printed) -> bool:
         # As the agent counts: a virtual local rank is always 0.
         known = self.logs.get(self.state.attempt.number, {}).get(printed.rank)
         rank = self.state.ranks.get(printed.rank)
@@ -308,10 +293,9 @@ class Job:
         if after is not self.state:
             self.known = replace(self.known, run=after)
             if self.listeners:
-                self.publish(message, encode(message))
+                self.publish(message, messages.encode(message))
 
     def publish(self, message: Message, raw: bytes) -> None:
-        """Hand a message that has changed the state to all listeners."""
         for listener in self.listeners:
             listener(message, raw)
 
@@ -319,8 +303,8 @@ class Job:
         """End the job as it is now: its result can be made."""
         self.error = error
         if self.state.doing:
-            self.fold(Waiting())
+            self.fold(messages.Waiting())
         if not self.state.finished:
             stopped = self.error is None or isinstance(self.error, RunPreemptedError)
-            self.fold(RunEnded(time=when, stopped=stopped))
+            self.fold(messages.RunEnded(time=when, stopped=stopped))
         self.ended.set()

@@ -65,48 +65,12 @@ from nblaunch.group.fitness import Tallies, uneven
 from nblaunch.group.locating import Locating
 from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
 from nblaunch.group.recovery import Recovery
-from nblaunch.protocol.messages import (
-    Answer,
-    Arrived,
-    Asked,
-    AttemptStarted,
-    Displayed,
-    EngineStatus,
-    Entered,
-    Exited,
-    FromRank,
-    Hello,
-    InterruptSeen,
-    JobAssigned,
-    JobSent,
-    Leave,
-    Logged,
-    Measured,
-    NodesJoined,
-    Noticed,
-    Phase,
-    Preempt,
-    Preempted,
-    Preempting,
-    Prepare,
-    Printed,
-    Proceed,
-    Raised,
-    Reached,
-    Recovered,
-    ReportReached,
-    Returned,
-    RunPreempted,
-    ToRank,
-    Unwritten,
-    Waiting,
-    Where,
-)
+from nblaunch.protocol import messages
 from nblaunch.protocol.ranks import RankSet
 from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
 from nblaunch.protocol.state import Message, RankState, RunState, State, advance
 
-_LIMITS = {Phase.CONNECT: 60.0, Phase.PROCESS_GROUP: 120.0}
+_LIMITS = {messages.Phase.CONNECT: 60.0, messages.Phase.PROCESS_GROUP: 120.0}
 # A rank's last messages may still be in the socket when its process is gone.
 _LAST_MESSAGES_SECONDS = 0.05
 _TERMINATED = -15  # SIGTERM's exit code
@@ -118,20 +82,20 @@ _SETTLE_SECONDS = 0.1
 _LEFT_OPEN_SECONDS = 2.0
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
-_OF_MEMBERS = (Hello, Entered, AttemptStarted)
+_OF_MEMBERS = (messages.Hello, messages.Entered, messages.AttemptStarted)
 _SETTLES_NOTHING = (
-    Printed,
-    Displayed,
-    Logged,
-    Unwritten,
-    Measured,
-    Reached,
+    messages.Printed,
+    messages.Displayed,
+    messages.Logged,
+    messages.Unwritten,
+    messages.Measured,
+    messages.Reached,
     LocatedAll,
-    EngineStatus,
-    NodesJoined,
+    messages.EngineStatus,
+    messages.NodesJoined,
 )
 # Messages after which a run has been silent for as long as before.
-_UNHEARD = (Measured, EngineStatus, NodesJoined)
+_UNHEARD = (messages.Measured, messages.EngineStatus, messages.NodesJoined)
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -161,17 +125,17 @@ class JobState(msgspec.Struct, frozen=True):
     arrived: RankSet = RankSet()
     """Ranks on which all of the payload has arrived."""
     ending: Ending = Ending()
-    questions: tuple[Asked, ...] = ()
+    questions: tuple[messages.Asked, ...] = ()
     """Questions of its ranks to the user, the oldest first."""
     settle_at: float | None = None
     settled: bool = False
     """Whether every rank has an outcome, or has had the time to report one."""
     called: Tallies = {}
-    """What its ranks have called within it, once each has ended it."""
+    """Collectives called within it by each rank that has ended it."""
     open: bool = False
     """Whether a rank has returned while NCCL operations were open."""
     left_open: Survey | None = None
-    """Where the ranks were then."""
+    """The survey of the ranks after that."""
     unmatched: bool = False
     """Whether these operations wait for a rank that has returned without them."""
     launch_failure: tuple[str, str] | None = None
@@ -184,7 +148,6 @@ class JobState(msgspec.Struct, frozen=True):
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank has a value."""
         return all(rank.state is State.SUCCEEDED for rank in self.run.ranks.values())
 
 
@@ -196,8 +159,8 @@ class GroupState(msgspec.Struct, frozen=True):
     """The ranks themselves; the state of the job is `job.run`."""
     grace: float = 0.0
     attempt: int = 0
-    prepare: Prepare | None = None
-    engine: EngineStatus | None = None
+    prepare: messages.Prepare | None = None
+    engine: messages.EngineStatus | None = None
     """The engine's last report about the nodes; None without an engine."""
     connected: RankSet = RankSet()
     ready: RankSet = RankSet()
@@ -215,9 +178,9 @@ class GroupState(msgspec.Struct, frozen=True):
     """Whether nodes came or were lost: the remaining ranks regroup as soon as they are idle."""
     regrouping: bool = False
     """Whether `REGROUP_NODES` was ordered, and the next attempt has not begun."""
-    unfolded: Mapping[int, tuple[float, Exited]] = {}
+    unfolded: Mapping[int, tuple[float, messages.Exited]] = {}
     """Exits not folded yet: until then (monotonic), the rank's last messages may still arrive."""
-    limited: Phase | None = None
+    limited: messages.Phase | None = None
     """The phase of this attempt that was limited last, and the end of it (monotonic) while it lasts."""
     deadline: float = NEVER
     job: JobState | None = None
@@ -232,24 +195,22 @@ class GroupState(msgspec.Struct, frozen=True):
     searches: Mapping[int, Locating] = {}
     """The searches for where ranks are that are under way, by who wants to know."""
     notes: tuple[str, ...] = ()
-    """What has happened to the ranks, for the next job with a result that the user sees."""
+    """Notices about the ranks, for the next job with a result that the user sees."""
     launch_failure: tuple[str, str] | None = None
     """The phase that exceeded its limit, and what happened."""
     closed: bool = False
 
     @property
     def all_ready(self) -> bool:
-        """Whether all ranks of this attempt have formed their process group."""
         return len(self.ready) == self.members.world_size
 
     @property
-    def some_here(self) -> bool:
-        """Whether some ranks are on this machine."""
-        return len(self.remote) < self.members.world_size
+    def regroup_awaited(self) -> bool:
+        """Whether nodes came or were lost, and the ranks are not ready yet under their new numbers."""
+        return bool(self.lost) or self.regrouping or (bool(self.adopted) and not self.all_ready)
 
     @property
     def working(self) -> JobState | None:
-        """The job, if it has not ended."""
         return self.job if self.job is not None and not self.job.ended else None
 
     @property
@@ -259,17 +220,14 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def preempted(self) -> bool:
-        """Whether the running job ends because its nodes are taken back."""
         return self.working is not None and bool(self.working.run.preempted)
 
     @property
     def working_ranks(self) -> Mapping[int, RankState]:
-        """The ranks that take part in a job that has not ended."""
         return {} if self.working is None else self.working.run.ranks
 
     @property
     def stage(self) -> Stage:
-        """How far the group is."""
         job = self.working
         if self.closed:
             return Stage.CLOSED
@@ -287,7 +245,6 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is due before the next message, report or request."""
         return (
             self.working is None
             and self.deadline == NEVER
@@ -324,14 +281,14 @@ class AttemptStarting(msgspec.Struct, frozen=True):
     `kept` maps the numbers of ranks that keep their variables to those in the attempt before.
     """
 
-    message: AttemptStarted
+    message: messages.AttemptStarted
     kept: Mapping[int, int] | None = None
 
 
 class WorkersForked(msgspec.Struct, frozen=True):
     """Processes of this attempt exist, and their log files; `remote` are those of another node."""
 
-    message: AttemptStarted
+    message: messages.AttemptStarted
     ranks: frozenset[int]
     remote: bool = False
 
@@ -339,7 +296,7 @@ class WorkersForked(msgspec.Struct, frozen=True):
 class ExitExplained(msgspec.Struct, frozen=True):
     """The answer to `Explain`: an exit with its reason, once all output of the rank is observed."""
 
-    exited: Exited
+    exited: messages.Exited
 
 
 class StacksRead(msgspec.Struct, frozen=True):
@@ -384,7 +341,7 @@ class Preemption(msgspec.Struct, frozen=True):
 class JobSubmitted(msgspec.Struct, frozen=True):
     """The caller submits a job to the ranks, with its limits; without one they only become ready."""
 
-    prepare: Prepare
+    prepare: messages.Prepare
     grace: float
     job: JobState | None = None
 
@@ -393,30 +350,16 @@ class Replied(msgspec.Struct, frozen=True):
     """The user has answered the question of a rank."""
 
     rank: int
-    answer: Answer
+    answer: messages.Answer
 
 
-GroupEvent: TypeAlias = (
-    FromRank
-    | Printed
-    | Measured
-    | EngineStatus
-    | Exited
-    | Noticed
-    | AttemptStarting
-    | WorkersForked
-    | ExitExplained
-    | StacksRead
-    | RanksStopped
-    | NodeLeaving
-    | PrepareChanged
-    | Preemption
-    | JobSubmitted
-    | Replied
-    | LocateRanks
-    | RestartAsked
-    | Trigger
+_Observed: TypeAlias = messages.Printed | messages.Measured | messages.EngineStatus | messages.Noticed
+_FromHosts: TypeAlias = (
+    AttemptStarting | WorkersForked | messages.Exited | ExitExplained | RanksStopped | StacksRead
 )
+_FromFleet: TypeAlias = NodeLeaving | PrepareChanged | Preemption
+_Requested: TypeAlias = JobSubmitted | Replied | LocateRanks | RestartAsked
+GroupEvent: TypeAlias = messages.FromRank | _Observed | _FromHosts | _FromFleet | _Requested | Trigger
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -437,7 +380,7 @@ class SendJob(msgspec.Struct, frozen=True):
 class Explain(msgspec.Struct, frozen=True):
     """Read the rest of a rank's output, find out why it exited, and answer with `ExitExplained`."""
 
-    exited: Exited
+    exited: messages.Exited
 
 
 class ReadStacks(msgspec.Struct, frozen=True):
@@ -462,7 +405,7 @@ class ReleaseWorkers(msgspec.Struct, frozen=True):
 
 # A notice is for those who come back to a job that has ended.
 Action: TypeAlias = (
-    Publish | Send | SendJob | Noticed | Explain | ReadStacks | RanksLocated | ReleaseWorkers | Order
+    Publish | Send | SendJob | messages.Noticed | Explain | ReadStacks | RanksLocated | ReleaseWorkers | Order
 )
 
 
@@ -496,7 +439,7 @@ class _Step(Machine[GroupState, Action]):
         if self.state.job is not None:
             self.set(sends, job=replace(self.state.job, **changes))
 
-    def send(self, rank: int, message: ToRank) -> None:
+    def send(self, rank: int, message: messages.ToRank) -> None:
         self.act(Send(rank, message))
 
     def agent_ended(self) -> None:
@@ -508,7 +451,6 @@ class _Step(Machine[GroupState, Action]):
         self.set(searches={})
 
     def dismiss(self) -> None:
-        """Let the ranks of a group without a job exit."""
         state = self.state
         begun = state.forked or state.attempt > 0  # not so while an engine's nodes are awaited
         missing = state.exited or (begun and len(state.connected) < state.members.world_size)
@@ -518,13 +460,13 @@ class _Step(Machine[GroupState, Action]):
             return
         self.act(ReleaseWorkers(succeeded=True, others=frozenset()))
         for rank in state.members.ranks:
-            self.send(rank, Leave())
+            self.send(rank, messages.Leave())
 
     # --- messages of ranks, and observations -----------------------------------------------------
 
-    def received(self, message: FromRank) -> None:
+    def received(self, message: messages.FromRank) -> None:
         state = self.state
-        if state.changing and isinstance(message, Raised):
+        if state.changing and isinstance(message, messages.Raised):
             return  # the membership change is what made it fail
         if state.recovery.busy:
             self.set(recovery=state.recovery.patient(self.now, state.grace))
@@ -542,28 +484,28 @@ class _Step(Machine[GroupState, Action]):
             )
         self.send(reply.rank, reply.answer)
 
-    def of_job(self, message: Returned | Raised | Asked) -> None:
+    def take_of_job(self, message: messages.Returned | messages.Raised | messages.Asked) -> None:
         job = self.state.working
         if job is None or message.rank not in job.run.ranks:
             return
-        if isinstance(message, Asked):
+        if isinstance(message, messages.Asked):
             self.set_job(questions=(*job.questions, message))
         else:
-            left_open = job.open or (isinstance(message, Returned) and message.open)
+            left_open = job.open or (isinstance(message, messages.Returned) and message.open)
             self.set_job(open=left_open, called={**job.called, message.rank: message.tallies})
 
-    def connected(self, message: Hello) -> None:
+    def connected(self, message: messages.Hello) -> None:
         state, rank = self.state, message.rank
         if state.prepare is not None and rank not in state.adopted:
             self.send(rank, replace(state.prepare, joins=True) if state.adopted else state.prepare)
         self.set(connected=state.connected.with_rank(rank))
         self.limit_process_group()
 
-    def entered(self, message: Entered) -> None:
-        if message.phase is Phase.READY:
+    def entered(self, message: messages.Entered) -> None:
+        if message.phase is messages.Phase.READY:
             self.set(ready=self.state.ready.with_rank(message.rank))
 
-    def payload_arrived(self, message: Arrived) -> None:
+    def payload_arrived(self, message: messages.Arrived) -> None:
         """Begin the job once its payload is whole on every rank; if one cannot load it, no rank keeps it."""
         job = self.state.working
         if job is None or self.state.interruption.begun or job.run.failed:
@@ -574,9 +516,9 @@ class _Step(Machine[GroupState, Action]):
         if len(job.arrived) < len(arrived) == len(job.run.ranks):
             self.act(Order.KEEP_PAYLOAD)
             for each in job.run.ranks:
-                self.send(each, Proceed())
+                self.send(each, messages.Proceed())
 
-    def located(self, answer: Where) -> None:
+    def located(self, answer: messages.Where) -> None:
         state = self.state
         interruption, sends = state.interruption.answered(answer, state.at_work, self.now)
         searches = {why: each.with_answer(answer) for why, each in state.searches.items()}
@@ -590,23 +532,22 @@ class _Step(Machine[GroupState, Action]):
             if job.left_open.missing <= {answer.rank}:
                 self.settle()
 
-    def measured(self, message: Measured) -> None:
+    def measured(self, message: messages.Measured) -> None:
         self.fold(message)
         ranks = self.state.at_work.ranks
-        # Nodes measure their own ranks.
-        if len(ranks) > 1 and self.state.some_here:
+        if len(ranks) > 1:
             for rank in ranks.values():
+                # Nodes measure their own ranks.
                 if rank.state is State.RUNNING and rank.rank not in self.state.remote:
-                    self.send(rank.rank, ReportReached())
+                    self.send(rank.rank, messages.ReportReached())
 
-    def engine_reported(self, status: EngineStatus) -> None:
-        """Keep an engine's report; fold what is new in it."""
+    def engine_reported(self, status: messages.EngineStatus) -> None:
         before = self.state.engine
         self.set(engine=status)
         if before is None or replace(before, state=status.state, joined=status.joined) != status:
             self.fold(status)
         else:
-            self.fold(NodesJoined(state=status.state, joined=status.joined))
+            self.fold(messages.NodesJoined(state=status.state, joined=status.joined))
 
     def fold_run(self, message: Message) -> bool:
         """Fold a message into the job; return whether that changes anything. Nothing else changes its run."""
@@ -628,10 +569,15 @@ class _Step(Machine[GroupState, Action]):
         job = self.state.job
         if isinstance(message, _OF_MEMBERS):
             self.set(members=advance(self.state.members, message))
-        if job is not None and job.ended and isinstance(message, Exited) and message.rank in job.run.ranks:
+        if (
+            job is not None
+            and job.ended
+            and isinstance(message, messages.Exited)
+            and message.rank in job.run.ranks
+        ):
             warning = advance(job.run, message).ranks[message.rank].warning
             if warning and warning != job.run.ranks[message.rank].warning:
-                self.act(Noticed(text=warning))
+                self.act(messages.Noticed(text=warning))
         if not self.fold_run(message) or isinstance(message, _SETTLES_NOTHING):
             return
         job = self.state.working
@@ -643,13 +589,12 @@ class _Step(Machine[GroupState, Action]):
     # --- where the ranks are ---------------------------------------------------------------------
 
     def locate(self, request: LocateRanks) -> None:
-        """Ask ranks that are at work where they are."""
         why, seconds, ranks = request.number, request.seconds, request.ranks
         state = self.state
         known = () if state.closed else state.at_work.ranks.values()
         at_work = (rank.rank for rank in known if rank.node and not rank.state.final)
         asked = (rank for rank in at_work if ranks is None or rank in ranks)
-        search, sends = Locating.of(asked, seconds, self.now)
+        search, sends = Locating.begin(asked, seconds, self.now)
         self.set(sends, searches={**state.searches, why: search})
         self.search_on()
 
@@ -658,7 +603,6 @@ class _Step(Machine[GroupState, Action]):
         self.search_on()
 
     def search_on(self) -> None:
-        """Go on with searches of which a stage is over."""
         remote = self.state.remote - self.state.exited
         for why in tuple(self.state.searches):
             search = self.state.searches.get(why)  # what comes of one may begin or end others
@@ -706,7 +650,7 @@ class _Step(Machine[GroupState, Action]):
             saving=RankSet(),
         )
         if message.number > 0 and self.state.persistent:
-            self.note(RESTARTED if kept is None else _gone_on(kept, message.world_size))
+            self.note(RESTARTED if kept is None else _describe_regroup(kept, message.world_size))
         job = self.state.working
         # Its ranks are gone, with all the variables it could use, or it was captured for other ranks.
         gone = job is not None and (job.dispatched or kept is not None or job.lacks(message.world_size))
@@ -726,10 +670,10 @@ class _Step(Machine[GroupState, Action]):
         # From now on: before, a fork server that imports torch from a slow disk has a limit of its own.
         connected = len(state.connected) == self.state.members.world_size
         if not (remote or connected) and state.limited is None:
-            self.limit(Phase.CONNECT)
+            self.limit(messages.Phase.CONNECT)
         self.dispatch_when_ready()
 
-    def limit(self, phase: Phase) -> None:
+    def limit(self, phase: messages.Phase) -> None:
         self.set(limited=phase, deadline=self.now + _LIMITS[phase])
 
     def limit_process_group(self) -> None:
@@ -744,15 +688,14 @@ class _Step(Machine[GroupState, Action]):
         elif state.prepare is None:
             # Standby: every rank is connected and idle, so no deadline applies.
             self.set(deadline=NEVER)
-        elif state.limited is not Phase.PROCESS_GROUP:
-            self.limit(Phase.PROCESS_GROUP)
+        elif state.limited is not messages.Phase.PROCESS_GROUP:
+            self.limit(messages.Phase.PROCESS_GROUP)
 
     def stop_overdue(self) -> None:
-        """Stop an attempt that has exceeded its deadline, once."""
         state, phase = self.state, self.state.limited
         if phase is None or self.now <= state.deadline:
             return
-        reached = state.connected if phase is Phase.CONNECT else state.ready
+        reached = state.connected if phase is messages.Phase.CONNECT else state.ready
         late = format_ranks(state.members.ranks.keys() - reached)
         what = f"phase '{phase}' did not finish in {_LIMITS[phase]:.0f} s"
         if state.adopted:
@@ -793,13 +736,13 @@ class _Step(Machine[GroupState, Action]):
             self.finish()
             return
         places = {rank: known.place for rank, known in state.members.ranks.items() if rank in run.ranks}
-        self.fold_run(JobAssigned(ranks=places, attempt=state.attempt))
+        self.fold_run(messages.JobAssigned(ranks=places, attempt=state.attempt))
         if state.engine is not None:
             self.fold_run(state.engine)
         if not event.job.internal:
             self.set(notes=())
             for note in state.notes:
-                self.fold_run(Noticed(text=note))
+                self.fold_run(messages.Noticed(text=note))
         self.dispatch_when_ready()
 
     def dispatch_when_ready(self) -> None:
@@ -821,20 +764,19 @@ class _Step(Machine[GroupState, Action]):
         for rank in job.run.ranks:
             if rank not in state.exited:
                 self.act(SendJob(rank))
-        self.fold_run(JobSent(ranks=tuple(job.run.ranks)))
+        self.fold_run(messages.JobSent(ranks=tuple(job.run.ranks)))
 
     def note(self, text: str) -> None:
         """Show what has happened to the ranks with the present job, or else with the next one."""
         job = self.state.working
         if job is not None and not job.internal:
-            self.fold_run(Noticed(text=text))
+            self.fold_run(messages.Noticed(text=text))
         else:
             self.set(notes=(*self.state.notes, text))
 
     # --- a job settles ---------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do what is due."""
         now = self.now
         self.fold_exits(now)
         job = self.state.working
@@ -910,7 +852,7 @@ class _Step(Machine[GroupState, Action]):
         if not job.open or job.unmatched:
             return True
         if job.left_open is None:
-            left_open, sends = Survey.of(self.state.members.ranks, self.now + _LEFT_OPEN_SECONDS)
+            left_open, sends = Survey.begin(self.state.members.ranks, self.now + _LEFT_OPEN_SECONDS)
             self.set_job(sends, left_open=left_open, settle_at=left_open.until)
             return False
         if not job.left_open.over(self.now):
@@ -918,11 +860,12 @@ class _Step(Machine[GroupState, Action]):
         left = hang.report(job.left_open.answers).findings
         self.set_job(unmatched=bool(left))
         for each in left:
-            self.fold_run(Noticed(text=f"the run ended with a collective open, which was aborted: {each}"))
+            self.fold_run(
+                messages.Noticed(text=f"the run ended with a collective open, which was aborted: {each}")
+            )
         return True
 
     def finish(self) -> None:
-        """End the job: its result can be made."""
         job, remote = self.state.working, self.state.remote - self.state.exited
         if job is None:
             return
@@ -938,7 +881,6 @@ class _Step(Machine[GroupState, Action]):
     # --- interrupts, recovery, replacement -------------------------------------------------------
 
     def preempt(self, event: Preemption) -> None:
-        """Have all ranks save; the running job ends for that."""
         state, job = self.state, self.state.working
         if state.closed:
             return
@@ -946,19 +888,19 @@ class _Step(Machine[GroupState, Action]):
             there = RankSet(rank.rank for rank in state.members.ranks.values() if rank.node) - state.exited
             self.set(saving=state.saving | there)
             for rank in there:
-                self.send(rank, Preempt(event.seconds))
+                self.send(rank, messages.Preempt(event.seconds))
         if job is None or not job.dispatched or state.interruption.begun or job.run.failed:
             return  # the job ends for another reason, or begins in the time that is left
         awaited = {
             rank: (when, replace(each, expected=True)) for rank, (when, each) in state.unfolded.items()
         }
         self.set(unfolded=awaited)
-        self.fold_run(RunPreempted(why=event.why))
+        self.fold_run(messages.RunPreempted(why=event.why))
         if event.seconds is not None:
             self.end_early(EndingStep.begin_interruption)
 
-    def saves(self, message: Preempting | Preempted) -> None:
-        if isinstance(message, Preempting):
+    def take_saving(self, message: messages.Preempting | messages.Preempted) -> None:
+        if isinstance(message, messages.Preempting):
             self.set(interruption=self.state.interruption.left_alone(message.rank))
             return
         for each in message.failed:
@@ -994,14 +936,13 @@ class _Step(Machine[GroupState, Action]):
         self.follow(step.actions)
 
     def follow(self, consequences: Iterable[Consequence]) -> None:
-        """Do what follows from a decision of another machine."""
         for each in consequences:
             match each:
                 case LocateRanks():
                     self.locate(each)
                 case RestartAsked(reason):
                     self.replace_ranks(reason)
-                case Noticed(text=text):
+                case messages.Noticed(text=text):
                     self.note(text)
                 case Order.FINISH_JOB:
                     self.finish()
@@ -1010,7 +951,7 @@ class _Step(Machine[GroupState, Action]):
                 case _:
                     self.fold(each)
 
-    def recovered(self, message: Recovered) -> None:
+    def recovered(self, message: messages.Recovered) -> None:
         before = self.state.recovery
         recovery, then = before.recovered(message)
         self.set(recovery=recovery)
@@ -1021,10 +962,9 @@ class _Step(Machine[GroupState, Action]):
         if job is None or job.dispatched:
             self.finish()
         elif job.run.doing:
-            self.fold_run(Waiting())
+            self.fold_run(messages.Waiting())
 
     def replace_ranks(self, reason: str) -> None:
-        """End the ranks of a persistent group, and start others."""
         if not self.state.closed:
             self.set(replacing=True, recovery=self.state.recovery.abandoned())
             self.note(reason)
@@ -1032,7 +972,7 @@ class _Step(Machine[GroupState, Action]):
 
     # --- ranks end -------------------------------------------------------------------------------
 
-    def worker_exited(self, exited: Exited) -> None:
+    def worker_exited(self, exited: messages.Exited) -> None:
         state = self.state
         if exited.rank in state.exited:
             return
@@ -1067,12 +1007,12 @@ class _Step(Machine[GroupState, Action]):
             else:
                 self.fold(exited)
 
-    def exit_explained(self, exited: Exited) -> None:
+    def exit_explained(self, exited: messages.Exited) -> None:
         if self.noteworthy(exited):
             self.note(f"rank {exited.rank} {exited.reason}")
         self.fold(exited)
 
-    def noteworthy(self, exited: Exited) -> bool:
+    def noteworthy(self, exited: messages.Exited) -> bool:
         """Whether a rank of a persistent group has died between two jobs."""
         state, bad = self.state, not exited.expected and exited.exitcode != 0
         return bad and state.persistent and not state.closed and exited.rank not in state.working_ranks
@@ -1086,8 +1026,9 @@ class _Step(Machine[GroupState, Action]):
         for rank in job.run.ranks.values():
             if rank.rank in ranks and rank.state.final:
                 failure = rank.failure if rank.state is State.FAILED else None
-                exitcode = 0 if failure is None else _as_exitcode(failure.exitcode)
-                self.send(rank.rank, Leave(exitcode=exitcode, abort=abort))
+                # A process that ends with 256 would seem to have succeeded.
+                exitcode = 0 if failure is None else failure.exitcode & 0xFF or 1
+                self.send(rank.rank, messages.Leave(exitcode=exitcode, abort=abort))
 
     def node_leaving(self, event: NodeLeaving) -> None:
         state, job = self.state, self.state.working
@@ -1095,7 +1036,11 @@ class _Step(Machine[GroupState, Action]):
         starting = state.persistent and not (state.all_ready or state.adopted)
         if not (event.enough or starting) or state.closed or state.replacing or state.changing:
             return  # the node's ranks have failed with it
-        if not state.persistent and (job is None or job.settled or state.interruption.begun):
+        if state.launch_failure is not None:
+            return  # the agent was stopped, and its nodes with it
+        if not state.persistent and (
+            job is None or job.settled or job.ending.told or state.interruption.begun
+        ):
             return
         if state.persistent and not starting:
             self.note(f"node {event.name} {how}, with the variables of {format_ranks(event.ranks)}")
@@ -1124,7 +1069,6 @@ class _Step(Machine[GroupState, Action]):
             self.act(Order.REGROUP_NODES)
 
     def present(self) -> RunState:
-        """Return the ranks that are not lost."""
         members, lost = self.state.members, self.state.lost
         if not lost:
             return members
@@ -1150,11 +1094,11 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
     Trigger.NODE_ARRIVED: lambda step, _: step.set(regroups=step.state.persistent),
     Trigger.DISMISS: lambda step, _: step.dismiss(),
     Trigger.FORGET_NOTES: lambda step, _: step.set(notes=()),
-    Printed: _Step.fold,
-    Measured: _Step.measured,
-    EngineStatus: _Step.engine_reported,
-    Noticed: lambda step, noticed: step.note(noticed.text),
-    Exited: _Step.worker_exited,
+    messages.Printed: _Step.fold,
+    messages.Measured: _Step.measured,
+    messages.EngineStatus: _Step.engine_reported,
+    messages.Noticed: lambda step, noticed: step.note(noticed.text),
+    messages.Exited: _Step.worker_exited,
     ExitExplained: lambda step, explained: step.exit_explained(explained.exited),
     AttemptStarting: _Step.attempt_starting,
     WorkersForked: _Step.workers_forked,
@@ -1168,25 +1112,27 @@ _TAKES: Mapping[type | Trigger, Callable[[_Step, Any], None]] = {
     LocateRanks: _Step.locate,
     RestartAsked: lambda step, request: step.replace_ranks(request.reason),
 }
-"""What each event does; all others are messages of ranks: `_Step.received`."""
+"""The handler of each event; all others are messages of ranks: `_Step.received`."""
 
 _HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
-    Hello: _Step.connected,
-    Entered: _Step.entered,
-    Returned: _Step.of_job,
-    Raised: _Step.of_job,
-    Asked: _Step.of_job,
-    Arrived: _Step.payload_arrived,
-    InterruptSeen: lambda step, seen: step.set(interruption=step.state.interruption.seen(seen, step.now)),
-    Where: _Step.located,
-    Recovered: _Step.recovered,
-    Preempting: _Step.saves,
-    Preempted: _Step.saves,
+    messages.Hello: _Step.connected,
+    messages.Entered: _Step.entered,
+    messages.Returned: _Step.take_of_job,
+    messages.Raised: _Step.take_of_job,
+    messages.Asked: _Step.take_of_job,
+    messages.Arrived: _Step.payload_arrived,
+    messages.InterruptSeen: lambda step, seen: step.set(
+        interruption=step.state.interruption.seen(seen, step.now)
+    ),
+    messages.Where: _Step.located,
+    messages.Recovered: _Step.recovered,
+    messages.Preempting: _Step.take_saving,
+    messages.Preempted: _Step.take_saving,
 }
-"""What a message of a rank does, besides being folded."""
+"""Handlers of messages of ranks, which are also folded."""
 
 
-def _gone_on(kept: Mapping[int, int], world_size: int) -> str:
+def _describe_regroup(kept: Mapping[int, int], world_size: int) -> str:
     """Describe which ranks were kept, which have a new number, and which are new."""
     others = {rank: before for rank, before in kept.items() if rank != before}
     new = [rank for rank in range(world_size) if rank not in kept]
@@ -1197,8 +1143,3 @@ def _gone_on(kept: Mapping[int, int], world_size: int) -> str:
         f"new, without variables: {format_ranks(new)}" if new else "",
     ]
     return "; ".join(filter(None, parts))
-
-
-def _as_exitcode(code: int) -> int:
-    """Return an exit code that is no success: a process that ends with 256 would seem to have succeeded."""
-    return code & 0xFF or 1

@@ -1,4 +1,4 @@
-"""What a runtime has beside its host: the groups, those that use them, and the standby group."""
+"""The groups of a runtime, the resources that belong to them, and the standby group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class LocalRuntime(LocalHost):
     """The host that a runtime is, and its groups; its methods may be called on any thread."""
 
     def __init__(self, server: Server) -> None:
-        """Use the fork server beside this process."""
         super().__init__(server)
         self._standby: Standby | None = None
         self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
@@ -35,7 +34,6 @@ class LocalRuntime(LocalHost):
 
     @property
     def standby(self) -> Standby:
-        """What keeps the standby group."""
         with self._lock:
             self._standby = self._standby or Standby()
             return self._standby
@@ -71,7 +69,12 @@ class LocalRuntime(LocalHost):
             standby = self._standby
         if standby is not None:
             standby.close()
-        groups = [group for group in self._open(self._groups) if not _leaves_by_itself(group)]
+        groups = []
+        for group in self._open(self._groups):
+            # Fresh ranks that have done their job exit, at the latest with the fork server.
+            fresh = not (group.settings.nodes or group.keep)
+            if not (fresh and group.job is not None and group.job.ended.is_set()):
+                groups.append(group)
         for group in groups:
             # Before the fork server: an agent whose ranks are lost would start others.
             group.stop()
@@ -87,9 +90,3 @@ class LocalRuntime(LocalHost):
             each.start()
         for each in threads:
             each.join(_END_SECONDS)
-
-
-def _leaves_by_itself(group: WorkerGroup) -> bool:
-    """Whether these fresh ranks have done their job: they exit, at the latest with the fork server."""
-    alone = not (group.settings.nodes or group.keep)
-    return alone and group.job is not None and group.job.ended.is_set()

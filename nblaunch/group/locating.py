@@ -53,25 +53,21 @@ class Locating(msgspec.Struct, frozen=True):
     circles: frozenset[int] = frozenset()
     """The ranks that seemed to wait for each other."""
     first: Mapping[int, Where] = {}
-    """What was answered before ranks were asked once more."""
+    """The answers before ranks were asked once more."""
 
     @classmethod
-    def of(cls, ranks: Iterable[int], seconds: float, now: float) -> tuple[Locating, Sends]:
-        """Return a search for these ranks, and its questions."""
-        survey, sends = Survey.of(ranks, now + seconds)
+    def begin(cls, ranks: Iterable[int], seconds: float, now: float) -> tuple[Locating, Sends]:
+        survey, sends = Survey.begin(ranks, now + seconds)
         return cls(now, seconds, survey), sends
 
     def with_answer(self, answer: Where) -> Locating:
-        """Return the search with one rank's answer."""
         return replace(self, survey=self.survey.with_answer(answer))
 
     def with_stacks(self, stacks: Mapping[int, str]) -> Locating:
-        """Return the search with stacks that were read."""
         known = {rank: text for rank, text in stacks.items() if rank in self.silent}
         return replace(self, stacks={**self.stacks, **known}) if known else self
 
     def over(self, remote: AbstractSet[int], now: float) -> bool:
-        """Whether this stage is over."""
         match self.stage:
             case LocatingStage.ASKING | LocatingStage.AGAIN:
                 return self.survey.over(now)
@@ -89,22 +85,25 @@ class Locating(msgspec.Struct, frozen=True):
 
         Ranks whose stacks are to be read are `silent`. `remote` are on other machines, and alive.
         """
-        if self.stage is LocatingStage.ASKING and (silent := self._silent(state, remote)):
+        if self.stage is LocatingStage.ASKING and (silent := self._ranks_to_read(state, remote)):
             until = now + _NODE_SECONDS
             return replace(self, stage=LocatingStage.READING, state=state, silent=silent, until=until), ()
         if self.stage is LocatingStage.SETTLING:
             # No two ranks answer at the same time: in between, each may have sent what the other awaits.
             # What `isend` and `irecv` have begun is not in gloo's recorder at all.
-            survey, sends = Survey.of(self.circles, now + self.seconds)
+            survey, sends = Survey.begin(self.circles, now + self.seconds)
             return replace(self, stage=LocatingStage.AGAIN, survey=survey, first=self.survey.answers), sends
         report = self.report(state, remote)
         if self.stage is LocatingStage.AGAIN or not report.deadlocks:
             return report, ()
         circles = frozenset(rank for circle in report.deadlocks for rank in circle)
-        until = now + _settled_after(self.survey.answers[rank] for rank in circles)
+        # After how long it is known that an operation of these ranks has ended, if it has: NCCL's watchdog
+        # looks ten times a second, that of ProcessGroupNCCL2 (torch 2.15) once.
+        backends = {each.backend for rank in circles for each in self.survey.answers[rank].waits}
+        until = now + (_SETTLED_SECONDS if backends <= _SETTLED_SOON else _SETTLED_LATE_SECONDS)
         return replace(self, stage=LocatingStage.SETTLING, state=None, circles=circles, until=until), ()
 
-    def _silent(self, state: RunState, remote: AbstractSet[int]) -> frozenset[int]:
+    def _ranks_to_read(self, state: RunState, remote: AbstractSet[int]) -> frozenset[int]:
         return frozenset(
             rank
             for rank in self.survey.missing
@@ -116,7 +115,7 @@ class Locating(msgspec.Struct, frozen=True):
 
     @property
     def answers(self) -> Mapping[int, Where]:
-        """What ranks have answered; those that were asked once more no longer wait where that has changed."""
+        """The answers of ranks; where the second answer differs from the first, the rank no longer waits."""
         if self.stage is LocatingStage.AGAIN:
             return {**self.first, **without_other_waits(self.first, self.survey.answers, self.circles)}
         return self.survey.answers
@@ -147,13 +146,6 @@ class Locating(msgspec.Struct, frozen=True):
             elsewhere=elsewhere,
             hosts=hosts_of(state.ranks),
         )
-
-
-def _settled_after(answers: Iterable[Where]) -> float:
-    """Return after how many seconds it is known that an operation of these ranks has ended, if it has."""
-    backends = {each.backend for answer in answers for each in answer.waits}
-    # NCCL's watchdog looks ten times a second, that of ProcessGroupNCCL2 (torch 2.15) once.
-    return _SETTLED_SECONDS if backends <= _SETTLED_SOON else _SETTLED_LATE_SECONDS
 
 
 def without_other_waits(

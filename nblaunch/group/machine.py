@@ -1,4 +1,4 @@
-"""What the pure machines of groups have in common: a step, messages to ranks, and surveys of ranks."""
+"""The base of the pure machines of groups: a step, messages to ranks, and surveys of ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ class Machine(Generic[_State, _Action]):
     """One step of a machine: the state as it changes, and the actions that follow; `now` is monotonic."""
 
     def __init__(self, state: _State, now: float) -> None:
-        """Begin in `state`, which is left alone."""
         self.state = state
         self.now = now
         self.actions: list[_Action] = []
 
     def act(self, *actions: _Action) -> None:
-        """Add to the actions."""
         self.actions += actions
 
     def set(self, actions: Iterable[_Action] = (), /, **changes: Any) -> None:
-        """Change the state; these actions follow."""
         self.state = replace(self.state, **changes)
         self.act(*actions)
 
@@ -59,7 +56,7 @@ Sends = tuple[Send, ...]
 
 
 class LocateRanks(msgspec.Struct, frozen=True):
-    """Somebody wants to know where the ranks are, or these of them, which have `seconds` for an answer."""
+    """Find out where all ranks are, or these ones; they have `seconds` for an answer."""
 
     number: int
     seconds: float
@@ -73,20 +70,18 @@ class RestartAsked(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """The question where ranks are: those that have not answered, and the answers of the others."""
+    """Ranks that were asked where they are: the missing ones, and the answers of the others."""
 
     missing: frozenset[int]
     until: float = float("inf")
     answers: Mapping[int, Where] = {}
 
     @classmethod
-    def of(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
-        """Return a survey of these ranks, and its questions."""
+    def begin(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
         survey = cls(frozenset(ranks), until)
         return survey, tuple(Send(rank, ReportWhere()) for rank in sorted(survey.missing))
 
     def with_answer(self, answer: Where) -> Survey:
-        """Return the survey with one rank's answer."""
         return Survey(self.missing - {answer.rank}, self.until, {**self.answers, answer.rank: answer})
 
     def over(self, now: float) -> bool:

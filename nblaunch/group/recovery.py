@@ -18,15 +18,7 @@ from msgspec.structs import replace
 from nblaunch.diagnose.hang import connections_between
 from nblaunch.group.fitness import Tallies, unfit
 from nblaunch.group.machine import RestartAsked, Send, Sends, Survey
-from nblaunch.protocol.messages import (
-    DeadVariable,
-    FreeCollective,
-    Noticed,
-    Recover,
-    Recovered,
-    Waiting,
-    Where,
-)
+from nblaunch.protocol import messages
 from nblaunch.protocol.reports import format_ranks
 
 # Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
@@ -50,7 +42,7 @@ STEPPED = (
 )
 
 
-Consequences = tuple[Send | RestartAsked | Noticed | Waiting, ...]
+Consequences = tuple[Send | RestartAsked | messages.Noticed | messages.Waiting, ...]
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -59,10 +51,10 @@ class Recovery(msgspec.Struct, frozen=True):
     number: int = 0
     members: frozenset[int] = frozenset()
     fitness: Survey | None = None
-    """What the ranks need; they answer once they have ended the job."""
+    """The survey that shows whether the group is fit; ranks answer once they have ended the job."""
     reform: bool = False
     called: Tallies = {}
-    """What the ranks have called within the job."""
+    """The collectives that the ranks have called within the job."""
     succeeded: bool = False
     unfit: str = ""
     """Why the group is formed again."""
@@ -73,7 +65,7 @@ class Recovery(msgspec.Struct, frozen=True):
     """
     began: float = 0.0
     waiting: frozenset[int] = frozenset()
-    dead: Mapping[DeadVariable, tuple[int, ...]] = {}
+    dead: Mapping[messages.DeadVariable, tuple[int, ...]] = {}
     stepped: Mapping[str, tuple[int, ...]] = {}
     overdue_at: float | None = None
     """When ranks that are not ready are asked whether they still recover, or were asked long enough ago."""
@@ -82,12 +74,10 @@ class Recovery(msgspec.Struct, frozen=True):
 
     @property
     def busy(self) -> bool:
-        """Whether answers are expected."""
         return self.overdue_at is not None
 
     @property
     def awaited(self) -> frozenset[int]:
-        """The ranks that have not reported that they are ready."""
         return self.members if self.fitness is not None else self.waiting
 
     def begin(  # noqa: PLR0913 - all that is known of the ranks
@@ -105,7 +95,7 @@ class Recovery(msgspec.Struct, frozen=True):
 
         They have `called` so much within the job, which may have `succeeded`.
         """
-        fitness, sends = Survey.of(members, now + _FITNESS_SECONDS)
+        fitness, sends = Survey.begin(members, now + _FITNESS_SECONDS)
         begun = Recovery(
             self.number,
             fitness.missing,
@@ -126,8 +116,7 @@ class Recovery(msgspec.Struct, frozen=True):
         """Expect no answer: the ranks are gone, or about to be."""
         return Recovery(self.number)
 
-    def answered(self, answer: Where) -> Recovery:
-        """Take one rank's answer."""
+    def answered(self, answer: messages.Where) -> Recovery:
         if self.fitness is None and self.late is None:
             return self
         fitness = self.fitness and self.fitness.with_answer(answer)
@@ -139,21 +128,21 @@ class Recovery(msgspec.Struct, frozen=True):
         if self.fitness is not None and self.fitness.over(now):
             after, then = self._recover(self.fitness.answers, now)
         if after.reform and after.waiting and now >= after.began + _SHOWN_SECONDS:
-            then = (*then, Waiting(doing=REFORMING))
+            then = (*then, messages.Waiting(doing=REFORMING))
         if after.overdue_at is None or now < after.overdue_at:
             return after, then
         if after.late is None:
-            late, questions = Survey.of(after.awaited)
+            late, questions = Survey.begin(after.awaited)
             return replace(after, late=late, overdue_at=now + 1.0), (*then, *questions)
         # Ranks at it are not lost: a large heap takes time to collect.
         busy = after.late.missing or any(where.frames for where in after.late.answers.values())
         if busy and now < after.until:
             return replace(after, late=None, overdue_at=now + 1.0), then
         why = RestartAsked("ranks did not come back within the grace period")
-        told = Noticed(text=f"{format_ranks(after.awaited)} did not get ready for another job")
+        told = messages.Noticed(text=f"{format_ranks(after.awaited)} did not get ready for another job")
         return after.abandoned(), (*then, why, told)
 
-    def _recover(self, answers: Mapping[int, Where], now: float) -> tuple[Recovery, Consequences]:
+    def _recover(self, answers: Mapping[int, messages.Where], now: float) -> tuple[Recovery, Consequences]:
         number = self.number + 1
         why = unfit(answers, self.members, self.called, succeeded=self.succeeded) if not self.reform else ""
         reform = self.gone is None and (self.reform or bool(why))
@@ -161,7 +150,8 @@ class Recovery(msgspec.Struct, frozen=True):
         # A rank that forms its group with lost ranks would wait without end.
         freed = () if self.gone is None else free(answers, answers, self.gone)
         sends = (
-            Send(rank, Recover(number, reform, shared_ends.get(rank, ()))) for rank in sorted(self.members)
+            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ())))
+            for rank in sorted(self.members)
         )
         begun = replace(
             self,
@@ -174,7 +164,7 @@ class Recovery(msgspec.Struct, frozen=True):
         )
         return begun, (*freed, *sends)
 
-    def recovered(self, message: Recovered) -> tuple[Recovery, Consequences]:
+    def recovered(self, message: messages.Recovered) -> tuple[Recovery, Consequences]:
         """Take one rank's answer; with the last of them, or one that is not fit, the recovery is over."""
         rank, everyone = message.rank, len(self.members)
         if message.number != self.number or rank not in self.waiting:
@@ -200,29 +190,28 @@ class Recovery(msgspec.Struct, frozen=True):
             names = ", ".join(f"{each}{_where(on, everyone)}" for each, on in stepped.items())
             told += [f"{STEPPED}{names}"] if names else []
         if dead:
+            remedies = ", ".join(
+                f"{each.name}{_where(on, everyone)} ({each.remedy})" for each, on in dead.items()
+            )
             made = UNUSABLE_IN_PLACE if message.in_place else "made for a process group that is gone"
-            told.append(f"{made}, with what revives each: {_remedies(dead, everyone)}")
-        return self.abandoned(), tuple(Noticed(text=each) for each in told)
-
-
-def _remedies(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:
-    return ", ".join(f"{each.name}{_where(on, members)} ({each.remedy})" for each, on in dead.items())
+            told.append(f"{made}, with what revives each: {remedies}")
+        return self.abandoned(), tuple(messages.Noticed(text=each) for each in told)
 
 
 def _where(on: tuple[int, ...], members: int) -> str:
     return "" if len(on) == members else f" on {format_ranks(on)}"
 
 
-def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
+def between_ranks(answers: Mapping[int, messages.Where]) -> dict[int, tuple[int, ...]]:
     """Return each rank's descriptors of connections whose other end is another rank's."""
     found = connections_between(answers)
     return {rank: tuple(each.fd for each in connections) for rank, connections in found.items()}
 
 
-def free(ranks: Collection[int], answers: Mapping[int, Where], lost: frozenset[str]) -> Sends:
+def free(ranks: Collection[int], answers: Mapping[int, messages.Where], lost: frozenset[str]) -> Sends:
     """Free these ranks by shutting down their connections to each other and to lost machines."""
     ends = between_ranks(answers)
     for rank, where in answers.items():
         away = (each.fd for each in where.connections if each.remote[0].removeprefix("::ffff:") in lost)
         ends[rank] = (*ends.get(rank, ()), *away)
-    return tuple(Send(rank, FreeCollective(fds=ends.get(rank, ()))) for rank in sorted(ranks))
+    return tuple(Send(rank, messages.FreeCollective(fds=ends.get(rank, ()))) for rank in sorted(ranks))

@@ -77,7 +77,7 @@ class RankAgent(LocalElasticAgent):
         self._server = server
         self._stop = threading.Event()
         self._directed = (
-            DirectedRendezvous(settings.run_id, waiting, self._stop) if settings.directed else None
+            DirectedRendezvous(settings.run_id, waiting, self._stop) if settings.directed_at else None
         )
         self.rendezvous = self._directed or rendezvous.make_rendezvous(settings, self._stop)
         self._kept_logs = KeptLogs(settings.options.logs_specs, os.fspath(settings.log_dir))
@@ -90,7 +90,8 @@ class RankAgent(LocalElasticAgent):
             rdzv_handler=self.rendezvous,
             max_restarts=settings.options.max_restarts,
             monitor_interval=settings.options.monitor_interval,
-            local_addr=settings.rdzv.local_addr if settings.rdzv is not None else _LOOPBACK,
+            local_addr=settings.directed_at
+            or (_LOOPBACK if settings.rdzv is None else settings.rdzv.local_addr),
         )
         spec.event_log_handler = self._stream.name
         method = forkserver.register()
@@ -103,7 +104,9 @@ class RankAgent(LocalElasticAgent):
         self._rejoin = threading.Event()
         self._ordered = threading.Event()
         """Set once a node that follows torch's rendezvous knows how its attempt goes on."""
-        self._follows = settings.rdzv is not None and not settings.rdzv.hosting
+        self._follows = self._directed is not None or (
+            settings.rdzv is not None and not settings.rdzv.hosting
+        )
         self._waker = Waker()
         self._grace_over = threading.Event()
         self._known_dead: set[int] = set()
@@ -115,12 +118,10 @@ class RankAgent(LocalElasticAgent):
     # --- called from other threads ---------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the run: SIGTERM to every rank, SIGKILL after the grace period."""
         self._stop.set()
         self._waker.wake()
 
     def adopt(self, settings: AgentSettings) -> None:
-        """Go on with these settings."""
         self.settings = settings
 
     def restart(self) -> None:
@@ -130,12 +131,10 @@ class RankAgent(LocalElasticAgent):
         self._waker.wake()
 
     def rejoin(self) -> None:
-        """Repeat the rendezvous after a membership change. The ranks are started again."""
         self._rejoin.set()
         self._waker.wake()
 
     def complete_rendezvous(self, directed: CompleteRendezvous) -> None:
-        """Complete the rendezvous for which the agent waits."""
         if self._directed is not None:
             self._directed.complete_rendezvous(directed)
 
@@ -150,7 +149,6 @@ class RankAgent(LocalElasticAgent):
         return bool(sentinels) and not connection.wait(sentinels, timeout=0)
 
     def skip_grace(self) -> None:
-        """Skip what is left of the grace period."""
         self._grace_over.set()
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
@@ -185,7 +183,6 @@ class RankAgent(LocalElasticAgent):
             return result
 
     def close(self) -> None:
-        """Close what the agent has opened itself, once it has run."""
         self._waker.close()
 
     def _assign_worker_ranks(self, *arguments: Any, **keywords: Any) -> list[AssignedRank]:
@@ -208,11 +205,15 @@ class RankAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._raise_if_stopped()
-        # The nodes that join start theirs once the notebook's are there, under the same number.
         store: Any = worker_group.store
-        self._attempt = (
-            self.rendezvous.read_attempt(store, self._stop) if self._follows else self._attempt + 1
-        )
+        numbers = self.rendezvous if isinstance(self.rendezvous, rendezvous.AttemptNumbers) else None
+        if self._directed is not None:
+            self._attempt = self._directed.directed.attempt
+        elif self._follows and numbers is not None:
+            # The nodes that join start theirs once the notebook's are there, under the same number.
+            self._attempt = numbers.read_attempt(store, self._stop)
+        else:
+            self._attempt += 1
         world_size = worker_group.workers[0].world_size
         self._events.attempt_starting(self._attempt, world_size, self._reason)
         # Only now: until the hub knows of this attempt it may still release ranks of the one before.
@@ -245,8 +246,8 @@ class RankAgent(LocalElasticAgent):
             for worker in worker_group.workers
         )
         self._events.attempt_started(self._attempt, world_size, workers)
-        if not self._follows:
-            self.rendezvous.post_attempt(store, self._attempt)
+        if numbers is not None and not self._follows:
+            numbers.post_attempt(store, self._attempt)
         self._reason = "membership"  # unless a failure is seen first
         return pids
 
@@ -303,7 +304,7 @@ class RankAgent(LocalElasticAgent):
         self._report_exits()
         bad = any(code != 0 for local_rank, code in exitcodes.items() if local_rank not in self._stopped)
         # Of several nodes, the failure may be another one's.
-        if (bad or self.settings.rdzv is not None) and not self._succeeded:
+        if (bad or self._follows or self.settings.rdzv is not None) and not self._succeeded:
             return self._failed(worker_group)
         if any(exitcodes.values()):
             ranks = [worker.global_rank for worker in worker_group.workers]
@@ -324,7 +325,6 @@ class RankAgent(LocalElasticAgent):
             self._events.others_stopped()
 
     def _failed(self, worker_group: WorkerGroup) -> RunResult:
-        """Stop the others of a group in which a rank has failed, and report all that failed."""
         exitcodes = self._report_exits()
         if 0 < len(exitcodes) < len(self._processes()):
             # Peers that are in a collective with the dead rank raise now, and can still report it.
@@ -448,7 +448,7 @@ def _modules_are_frozen() -> bool:
     return gc.get_freeze_count() > 0
 
 
-def _passed_on(
+def _forward(
     order: Callable[Concatenate[RankAgent, P], None],
 ) -> Callable[Concatenate[AgentThread, P], None]:
     """Return a method that gives this order to the agent; once it has ended, the order does nothing."""
@@ -465,15 +465,15 @@ def _passed_on(
 class AgentThread:
     """Runs an agent to its end, on a thread of its own: on the main thread it would take over signals."""
 
-    adopt = _passed_on(RankAgent.adopt)
-    restart = _passed_on(RankAgent.restart)
-    rejoin = _passed_on(RankAgent.rejoin)
+    adopt = _forward(RankAgent.adopt)
+    restart = _forward(RankAgent.restart)
+    rejoin = _forward(RankAgent.rejoin)
     regroup = rejoin
-    complete_rendezvous = _passed_on(RankAgent.complete_rendezvous)
-    forget_orders = _passed_on(RankAgent.forget_orders)
-    skip_grace = _passed_on(RankAgent.skip_grace)
-    release = _passed_on(RankAgent.release)
-    let_finish = _passed_on(RankAgent.let_finish)
+    complete_rendezvous = _forward(RankAgent.complete_rendezvous)
+    forget_orders = _forward(RankAgent.forget_orders)
+    skip_grace = _forward(RankAgent.skip_grace)
+    release = _forward(RankAgent.release)
+    let_finish = _forward(RankAgent.let_finish)
 
     def __init__(
         self,
@@ -483,7 +483,6 @@ class AgentThread:
         server: Server,
         waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the agent, whose ranks `server` forks; `waiting` is the agent's."""
         _quiet_torchelastic()
         self._events = events
         self.agent: RankAgent | None = RankAgent(settings, arguments, events, server, waiting)
@@ -493,7 +492,6 @@ class AgentThread:
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def _supervise(self) -> None:
@@ -523,7 +521,6 @@ class AgentThread:
         self._events.agent_ended(error)
 
     def stop(self) -> None:
-        """End the run from outside."""
         agent = self.agent
         if agent is not None:
             agent.stop()
@@ -535,12 +532,10 @@ class AgentThread:
             self._events.agent_ended(None)
 
     def all_alive(self) -> bool:
-        """Whether no process of this attempt has ended."""
         agent = self.agent
         return agent is not None and agent.all_alive()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread's end, for `timeout` seconds at most."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
 

@@ -57,7 +57,7 @@ class JobCode:
         self._asked: dict[bytes, str] = {}
         """The tree that each node was asked for last."""
         self._answered: set[tuple[bytes, str]] = set()
-        """What was sent to whom."""
+        """Nodes and trees whose files were sent."""
         self._payloads: dict[tuple[bytes, str], int] = {}
         """The number of the payload in which a node was sent the files of a tree."""
 
@@ -109,7 +109,6 @@ class JobCode:
         return None
 
     def forget(self, node: bytes) -> None:
-        """Forget a node that is gone."""
         self._asked.pop(node, None)
         self._answered = {each for each in self._answered if each[0] != node}
         self._payloads = {each: number for each, number in self._payloads.items() if each[0] != node}
@@ -128,7 +127,6 @@ def _read(manifest: CodeManifest, digests: frozenset[bytes]) -> dict[bytes, byte
 
 
 def _at(roots: tuple[bytes, ...], file: CodeFile) -> str:
-    """Return where a file is on the notebook's machine."""
     return f"{os.fsdecode(roots[file.root])}/{file.path}"
 
 
@@ -169,7 +167,6 @@ class NodeCode:
     # --- from the runtime --------------------------------------------------------------------------
 
     def have(self, manifest: CodeManifest) -> None:
-        """Make a tree, or answer which files are lacking."""
         tree = manifest.tree
         self._shared.discard(tree)
         self._errors.pop(tree, None)
@@ -209,7 +206,6 @@ class NodeCode:
             self._errors.pop(tree, None)
 
     def receive(self, message: HaveCode | CodeFiles | Piece, data: memoryview) -> None:
-        """Handle a message of the runtime."""
         match message:
             case HaveCode(manifest=manifest):
                 self.have(manifest)
@@ -265,13 +261,12 @@ class NodeCode:
         return not known or tree in self._whole or tree in self._shared or tree in self._errors
 
     def when_settled(self, tree: str, act: Callable[[], None]) -> None:
-        """Call `act` once the tree is settled."""
         if self.is_settled(tree):
             act()
         else:
             self._waiting.setdefault(tree, []).append(act)
 
-    def here(self, code: CodeTree, group: str) -> CodeTree:
+    def point_view(self, code: CodeTree, group: str) -> CodeTree:
         """Point the group's view to a job's modules; return where they are. Raises `OSError`."""
         if code.tree in self._errors:
             raise self._errors[code.tree]
@@ -292,7 +287,6 @@ class NodeCode:
         return msgspec.structs.replace(code, directory=os.fsencode(view))
 
     def release(self, group: str) -> None:
-        """Forget a group that has ended."""
         if self._used.pop(group, None) is not None:
             (self._views / group).unlink(missing_ok=True)
             self._make_room()
@@ -300,7 +294,6 @@ class NodeCode:
     # --- files and trees ---------------------------------------------------------------------------
 
     def _is_there(self, manifest: CodeManifest, file: CodeFile) -> bool:
-        """Whether a file is the same at the notebook's own path."""
         with contextlib.suppress(OSError):
             return self._prints.of(_at(manifest.roots, file)).digest == file.digest
         return False
@@ -309,7 +302,6 @@ class NodeCode:
         return self._files / digest.hex()
 
     def _keep(self, digest: bytes, content: bytes) -> None:
-        """Write a file atomically."""
         self._files.mkdir(parents=True, exist_ok=True)
         new = self._files / ".new"
         new.write_bytes(content)

@@ -43,7 +43,6 @@ class DirectedRendezvous(RendezvousHandler):
         return self._directed
 
     def get_backend(self) -> str:
-        """Return the name of this rendezvous."""
         return "directed"
 
     @property
@@ -67,13 +66,6 @@ class DirectedRendezvous(RendezvousHandler):
             alone, self.directed.node_rank, self.directed.node_count, RendezvousStoreInfo(host, port)
         )
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Do nothing: the runtime knows the number."""
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:  # noqa: ARG002 - as of the others
-        """Return the number of the current attempt."""
-        return self.directed.attempt
-
     def is_closed(self) -> bool:
         """Return False: the runtime decides when the group ends."""
         return False
@@ -86,7 +78,6 @@ class DirectedRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return the group's name."""
         return self._run_id
 
     def shutdown(self) -> bool:

@@ -43,7 +43,7 @@ _private_util: Any = util
 _read_signed: Callable[[int], int] = forkserver.read_signed
 
 LOST = "was lost with the fork server, which all ranks are forks of (killed, or out of memory)"
-"""Why a rank ended whose exit code nobody can read."""
+"""The reason for the end of a rank whose exit code is lost."""
 
 _ADOPTION_SECONDS = 5.0
 _BOOT_STEP = 0.05
@@ -113,7 +113,6 @@ class Server:
         os._exit(1)
 
     def loaded_under(self) -> dict[str, str]:
-        """Return the environment under which the fork server has loaded torch."""
         return self._environ
 
     @contextlib.contextmanager
@@ -159,12 +158,11 @@ class Server:
         return parent_read, parent_write
 
     def sweep(self) -> None:
-        """Kill what ranks that are gone have left running."""
         with self._lock:
             self._answers(keeper.SWEEP)
 
     def last_words(self) -> str:
-        """Return what the fork server has printed: why it did not start, if it did not."""
+        """Return the output of the fork server, which explains a failed start."""
         text = ""
         with contextlib.suppress(OSError):
             text = self._log.read_text(errors="replace")[-4000:]
@@ -183,13 +181,13 @@ class Server:
     def at_end(self, command: Sequence[str]) -> Callable[[], None]:
         """Have the keeper run a command at its end; return a function that revokes this.
 
-        It may begin with variables: see `keeper.parted`. Commands must be distinct. If the keeper is killed,
-        the kernel kills this process, too: then a shell runs the command once the pipe from here is closed.
+        It may begin with variables: see `keeper.split_command`. Commands must be distinct. If the keeper is
+        killed, the kernel kills this process, too: a shell then runs the command once the pipe is closed.
         """
         rest = json.dumps(list(command)).encode()
         with self._lock:
             self._order(keeper.AT_END, rest)
-        variables, words = keeper.parted(command)
+        variables, words = keeper.split_command(command)
         shell = subprocess.Popen(  # noqa: S603 - the engine's own command
             ["/bin/sh", "-c", 'read -r _ || exec "$0" "$@"', *words],
             env={**os.environ, **variables},
@@ -209,7 +207,6 @@ class Server:
         return forget
 
     def detach(self) -> None:
-        """Have the keeper outlive the kernel."""
         with self._lock:
             self._order(keeper.DETACH)
 
@@ -323,7 +320,7 @@ class RankPopen(popen_forkserver.Popen):
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code, or None while the process lives.
 
-        Where the server is gone there is none to read, and the rank has been killed with it.
+        If the server is gone, the rank was killed with it, and its exit code is lost.
         """
         if self.returncode is None and connection.wait(
             [self.sentinel], timeout=0 if flag == os.WNOHANG else None
@@ -354,9 +351,13 @@ class RankProcess(process.BaseProcess):
     _args: tuple[object, ...]
 
     def start(self) -> None:
-        """Fork the process from our server."""
         # A rank that fails too early to report it would write an error file, which nobody reads or removes.
-        self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
+        self._args = tuple(
+            os.devnull
+            if isinstance(each, str) and os.path.basename(each).startswith("pytorch-errorfile-")
+            else each
+            for each in self._args
+        )
         super().start()
         _on_this_thread.forked.append(self)
         # It is the agent's to wait for, and the keeper's to end: `multiprocessing` would wait for it at the
@@ -374,10 +375,6 @@ class RankProcess(process.BaseProcess):
         return RankPopen(process_obj)
 
 
-def _is_error_file(argument: object) -> bool:
-    return isinstance(argument, str) and os.path.basename(argument).startswith("pytorch-errorfile-")
-
-
 class ReturnSlot:
     """Stands in for the queue by which torchelastic receives a value: ours go through the hub.
 
@@ -391,7 +388,6 @@ class ReturnSlot:
         """Do nothing: runs in the rank, whose value has been sent."""
 
     def empty(self) -> bool:
-        """Return whether the rank is still wanted."""
         return not self.released
 
     def get(self) -> None:
@@ -414,7 +410,6 @@ class RankContext(context.BaseContext):
     Process = RankProcess
 
     def get_start_method(self, allow_none: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002 - as inherited
-        """Return our own name."""
         return self._name
 
     def SimpleQueue(self) -> ReturnSlot:  # type: ignore[override]  # noqa: N802 - as inherited
@@ -458,7 +453,6 @@ def try_fork(server: Server, seconds: float, *, architectures: bool) -> tuple[st
 
 
 def kill_group(pid: int) -> None:
-    """Kill a rank and its process group at once."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

@@ -43,7 +43,6 @@ NOWHERE = "null"
 
 
 def check_handler(name: str) -> None:
-    """Raise `OptionError` for a handler that torchelastic does not know."""
     try:
         handlers.get_logging_handler(name)
     except KeyError:
@@ -71,7 +70,6 @@ class EventStream:
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        """Receive the events while the block lasts."""
         loggers: dict[str, Any] = vars(events)["_events_loggers"]
         loggers[self.name] = self
         try:
@@ -115,7 +113,6 @@ class Watchdog(FileTimerServer):
         is_rank: Callable[[int], bool],
         log_event: Callable[[str, FileTimerRequest | None], None],
     ) -> None:
-        """Make the pipe at `path`; `start` begins to read it."""
         self.reasons: dict[int, str] = {}
         """Process id -> why it was killed."""
         self._is_rank = is_rank
@@ -223,7 +220,6 @@ class KeptLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Return the directory of all files."""
         return str(self._chosen.root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -293,7 +289,6 @@ class FilteredLines:
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """Copy the remaining lines, and close the file."""
         self._finished.set()
         for each in self._threads:
             each.join()

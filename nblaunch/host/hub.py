@@ -16,7 +16,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import zmq
 
@@ -31,6 +31,8 @@ _TICK_SECONDS = 0.05
 _DRAIN_SECONDS = 0.02
 _BIND_SECONDS = 5.0
 _ALIVE_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 class Member(Protocol):
@@ -82,7 +84,7 @@ class Hub:
         self._poller = zmq.Poller()
         self._closing = False
         self.error: Exception | None = None
-        """What has ended the thread."""
+        """The error that ended the thread."""
         self.when_broken: Callable[[], None] = lambda: None
         """Called, on the thread, where an error ends it."""
         self._thread = threading.Thread(target=self._serve, name="nblaunch-hub", daemon=True)
@@ -95,7 +97,6 @@ class Hub:
 
     @property
     def usable(self) -> bool:
-        """Whether this hub routes messages."""
         return self._thread.is_alive() and self.error is None and not self._socket.closed
 
     def be_reachable(self) -> None:
@@ -153,13 +154,19 @@ class Hub:
         if raised:
             raise raised.pop()
 
+    def run_aside(self, name: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Do `work` on a thread of its own, and `then`, with its result, on the hub's thread."""
+
+        def do() -> None:
+            found = work()
+            self.call(lambda: then(found))
+
+        threading.Thread(target=do, name=name, daemon=True).start()
+
     def add(self, member: Member) -> None:
-        """Route messages of this group."""
         self.call(lambda: self._members.__setitem__(member.group, member))
 
     def remove(self, member: Member) -> None:
-        """Stop routing messages of this group, and forget its ranks."""
-
         def forget() -> None:
             self._members.pop(member.group, None)
             prefix = f"{member.group}/".encode()
@@ -208,7 +215,6 @@ class Hub:
                 self._receive()
 
     def close(self) -> None:
-        """End the thread and the socket."""
         self._closing = True
         self._waker.wake()
         self._thread.join(5)

@@ -8,8 +8,7 @@ and exits with the program's status, once the keeper and all that it kept are go
 the keeper ends the rest. So a node imports torch once.
 
 What goes over the link: a `ProgramOrder` with the command's standard output and error, `READY` from the
-program, `HEEDED` from the command, which now heeds signals; then the number of each signal in a byte, and in
-the end the exit status.
+program; then the number of each signal in a byte, and in the end the exit status.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ AT_END = "NBLAUNCH_NODE_AT_END"
 _PLACES = (PLACE, "SLURM_NODEID")
 
 LIVE = "nblaunch.host.node_main:live"
-"""What the node program calls, by name: the command does not import it."""
-READY, HEEDED = b"\xff", b"\0"
+"""The entry point of the node program, by name: the command does not import it."""
+READY = b"\xff"
 CUT_OFF = 4
 """The exit status of a node whose connection has ended."""
 NOTICES = {signal.SIGTERM: 30.0, signal.SIGUSR1: 120.0}
@@ -83,7 +82,7 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOrder:
-    """What a node program is to do."""
+    """The order to a node program."""
 
     endpoint: str
     """The notebook's HOST:PORT; empty: the rendezvous that the options name."""
@@ -94,7 +93,6 @@ class ProgramOrder:
     """Variables in which the command's environment differs from the fork server's; None: not set."""
 
     def encode(self) -> bytes:
-        """Return it as one line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
@@ -142,7 +140,6 @@ def join(arguments: Sequence[str]) -> int:
 
 
 def failed(why: str, status: int) -> int:
-    """Print why a node ends, and return the exit status."""
     print(f"nblaunch join: {why}", file=sys.stderr, flush=True)  # noqa: T201 - a command line
     return status
 
@@ -162,7 +159,6 @@ def _refuse_foreign(options: LaunchOptions, own: Container[Option]) -> None:
 
 
 def _check(endpoint: str, options: LaunchOptions) -> None:
-    """Raise `OptionError` for what is wrong without regard to this machine."""
     if endpoint:
         _refuse_foreign(options, _OF_A_PLACED_NODE)
         host, _, port = endpoint.rpartition(":")
@@ -199,7 +195,6 @@ def _own_environment() -> dict[str, str | None]:
 
 
 def _run(order: ProgramOrder, handled: set[signal.Signals]) -> int:
-    """Have the node program forked, and return its exit status once nothing of it is left."""
     with starting():
         ours, theirs = socket.socketpair()
     with ours:
@@ -211,9 +206,7 @@ def _run(order: ProgramOrder, handled: set[signal.Signals]) -> int:
             # Until the program is ready, signals end this process, as they would have ended the program.
             status = _next(ours)
             if status == READY:
-                with _passing(handled, ours):
-                    with contextlib.suppress(BrokenPipeError):
-                        ours.send(HEEDED)
+                with _passing_signals(handled, ours):
                     status = _next(ours)
                     _await_end(boot.keeper)
             else:
@@ -237,7 +230,7 @@ def _next(link: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def _passing(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None]:
+def _passing_signals(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None]:
     """Pass signals on to the node program instead of dying of them."""
 
     def handle(number: int, _: object) -> None:
@@ -253,7 +246,7 @@ def _passing(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None
 
 
 def _await_end(keeper: subprocess.Popen[bytes]) -> None:
-    """Wait until the keeper has ended all that it kept; what it cannot end does not hold this process."""
+    """Wait until the keeper has ended its processes, but not for processes that cannot be killed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         keeper.wait(_END_SECONDS)
     if keeper.poll() is None:
@@ -290,7 +283,7 @@ def _fails(command: Sequence[str]) -> bool:
 
 
 def _listens(endpoint: str) -> bool | None:
-    """Whether somebody listens there; None if there is no answer."""
+    """Whether the port is open; None without an answer."""
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _TRIAL_SECONDS).close()

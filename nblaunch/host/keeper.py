@@ -48,7 +48,7 @@ from nblaunch._process_tree import become_subreaper, die_with_parent
 from nblaunch.host import descriptors
 
 ORDER = struct.Struct("<cBH")
-"""What an order begins with: its kind, its number, and the length of the rest."""
+"""The header of an order: its kind, its number, and the length of the rest."""
 SWEEP = b"s"
 PING = b"p"
 END = b"e"
@@ -62,7 +62,7 @@ NAMED = b"n"
 DETACH = b"d"
 """Outlive the kernel."""
 AT_END = b"c"
-"""The rest is a command to run at the end: a JSON list of its words (see `parted`)."""
+"""The rest is a command to run at the end: a JSON list of its words (see `split_command`)."""
 FORGET = b"g"
 """The rest is a command of `AT_END` that is revoked."""
 
@@ -72,7 +72,7 @@ GONE = errno.ESRCH
 """There is no fork server."""
 
 Birth = tuple[str, tuple[int, ...]]
-"""What the runtime calls when it has been forked, and the descriptors that are its own."""
+"""The function that the forked runtime calls, and its own descriptors."""
 
 _PATIENCE = 0.02
 _TRACKER_PATIENCE = 1.0
@@ -197,7 +197,6 @@ class _Keeper:
                 return  # the other end is closed
 
     def _obey(self) -> bool:
-        """Carry out one order; return whether there was one."""
         header, fds, _, _ = socket.recv_fds(self._orders, ORDER.size, 1, socket.MSG_WAITALL)
         if len(header) < ORDER.size:
             return False
@@ -239,7 +238,6 @@ class _Keeper:
             self._server = 0
 
     def end(self) -> NoReturn:
-        """End all that is kept, remove what it has left on the disk, and exit."""
         for pid in (self._server, self._runtime):
             if pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -320,12 +318,12 @@ def _sweep(
         _reap(children, now + _PATIENCE)
 
 
-def parted(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def split_command(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Part a command into the variables that it begins with, NAME=VALUE each, and its words.
 
     Every user of this machine can read a command line, and a variable may be a password.
 
-    >>> parted(["TOKEN=1=2", "scancel", "x=3"])
+    >>> split_command(["TOKEN=1=2", "scancel", "x=3"])
     ({'TOKEN': '1=2'}, ['scancel', 'x=3'])
     """
     variables, words = {}, list(command)
@@ -357,10 +355,9 @@ def _await(apart: int) -> None:
 
 
 def _run(commands: list[bytes]) -> None:
-    """Run commands concurrently, and kill those that take too long."""
     ours = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for command in commands:
-        variables, words = parted(json.loads(command))
+        variables, words = split_command(json.loads(command))
         environ = {**os.environ, **variables}
         # posix_spawnp would search the PATH of this process.
         program = shutil.which(words[0], path=environ.get("PATH"))

@@ -93,7 +93,6 @@ def curve_secret(key: bytes, side: str) -> bytes:
 
 
 def join_command(settings: AgentSettings, rdzv: RendezvousConfig, file: str) -> str:
-    """Return how to join the run with the key in this file."""
     backend = "" if rdzv.backend == "c10d" else f" --rdzv-backend {rdzv.backend}"
     number = " --node-rank 1" if rdzv.backend == "static" else ""
     return (

@@ -41,21 +41,10 @@ from zmq.utils import monitor, z85
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch.capture import shared_memory
+from nblaunch.host import wire
 from nblaunch.host.hub import Hub
 from nblaunch.host.key import curve_secret
 from nblaunch.host.rendezvous import first_free
-from nblaunch.host.wire import (
-    Arriving,
-    FromNode,
-    Piece,
-    PieceTaken,
-    Ping,
-    Refused,
-    ToNode,
-    decode_from_node,
-    decode_to_node,
-    encode,
-)
 from nblaunch.protocol.messages import PROTOCOL_VERSION, Payload, Profiled, ProtocolError, Returned
 
 _log = logging.getLogger("nblaunch")
@@ -108,7 +97,7 @@ def encrypted(socket: zmq.Socket[bytes], key: bytes, side: str, silence: float =
     return theirs
 
 
-def admitting(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadAuthenticator:
+def admit_peers(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadAuthenticator:
     """Start the thread that admits only peers with this public key to the servers of a context."""
     # pyzmq would log each connection.
     silent = logging.Logger("nblaunch.listener", logging.CRITICAL + 1)  # noqa: LOG001 - nobody configures it
@@ -145,7 +134,7 @@ class Listener:
         hub: Hub,
         host: str,
         key: bytes,
-        receive: Callable[[bytes, FromNode, memoryview], None],
+        receive: Callable[[bytes, wire.FromNode, memoryview], None],
         lost: Callable[[bytes], None],
         *,
         silence: float = SILENCE_SECONDS,
@@ -159,7 +148,7 @@ class Listener:
         self._hub, self._receive, self._lost = hub, receive, lost
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._authenticator = admitting(self._context, encrypted(self._socket, key, "notebook", silence))
+        self._authenticator = admit_peers(self._context, encrypted(self._socket, key, "notebook", silence))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self.address = listen(self._socket, host, ports)
@@ -191,9 +180,8 @@ class Listener:
         self._hub.watch(self._events, self._connection_changed)
         self._hub.after_turn.append(self._probe)
 
-    def send(self, node: bytes, message: ToNode, data: memoryview | None = None) -> bool:
-        """Send to a node; return whether it is connected."""
-        frames: list[bytes | memoryview] = [node, encode(message), *([] if data is None else [data])]
+    def send(self, node: bytes, message: wire.ToNode, data: memoryview | None = None) -> bool:
+        frames: list[bytes | memoryview] = [node, wire.encode(message), *([] if data is None else [data])]
         try:
             # Copied: without a copy pyzmq would start a thread, which lives as long as the notebook.
             self._socket.send_multipart(frames)
@@ -202,12 +190,11 @@ class Listener:
         return True
 
     def welcome(self, node: bytes) -> None:
-        """Accept messages of this node."""
         self._known.add(node)
 
     def refuse(self, node: bytes, why: str) -> None:
         """Refuse a node that has the key: send it the reason, and ignore it from now on."""
-        self.send(node, Refused(why))
+        self.send(node, wire.Refused(why))
         if node not in self._known:  # the end of a known one is reported, as that of any other
             self._connections.pop(node, None)
         if node not in self._refused:
@@ -215,13 +202,11 @@ class Listener:
             _log.warning("refused: %s", why)
 
     def drop(self, node: bytes) -> None:
-        """Ignore a node from now on."""
         self._known.discard(node)
         self._connections.pop(node, None)
         self._refused.add(node)
 
     def close(self) -> None:
-        """Close the sockets; ZMQ sends what is left."""
         for socket in (self._socket, self._events):
             self._hub.watch(socket, None)
         self._hub.after_turn.remove(self._probe)
@@ -245,12 +230,12 @@ class Listener:
 
     def _dispatch(self, node: bytes, frames: list[zmq.Frame]) -> None:
         try:
-            message = decode_from_node(frames[0].bytes if frames else b"")
+            message = wire.decode_from_node(frames[0].bytes if frames else b"")
         except ProtocolError as error:
             self.refuse(node, str(error))
             return
-        begins = isinstance(message, Arriving)
-        if isinstance(message, Arriving) and message.version != PROTOCOL_VERSION:
+        begins = isinstance(message, wire.Arriving)
+        if isinstance(message, wire.Arriving) and message.version != PROTOCOL_VERSION:
             self.refuse(
                 node, f"{message.name} has another version of nblaunch. Install the notebook's there."
             )
@@ -281,7 +266,7 @@ class Listener:
         if now >= self._next_probe:
             self._next_probe = now + _PROBE_EVERY_SECONDS
             for node in [each for each in self._known if self._connections.get(each) in self._ended]:
-                if not self.send(node, Ping()):
+                if not self.send(node, wire.Ping()):
                     # A node that reconnected under this id would have missed messages.
                     self.drop(node)
                     self._lost(node)
@@ -296,12 +281,10 @@ _PREFIX = "parcel:"
 
 
 def payload_of(message: Returned | Profiled) -> Payload:
-    """Return what a rank has sent beside its message."""
     return message.value if isinstance(message, Returned) else message.data
 
 
 def with_payload(message: Returned | Profiled, payload: Payload) -> Returned | Profiled:
-    """Return a rank's message with its payload in another place."""
     if isinstance(message, Returned):
         return msgspec.structs.replace(message, value=payload)
     return msgspec.structs.replace(message, data=payload)
@@ -313,7 +296,7 @@ class OutgoingTransfer:
     def __init__(self) -> None:
         self._count = 0
 
-    def pieces(self, payload: Payload) -> tuple[Payload, Iterator[tuple[Piece, memoryview]]]:
+    def pieces(self, payload: Payload) -> tuple[Payload, Iterator[tuple[wire.Piece, memoryview]]]:
         """Return a ticket to send in place of a payload, and its pieces, each with its bytes.
 
         A small payload is its own ticket. Raises `OSError` if the process that held it is gone.
@@ -332,11 +315,11 @@ def ticket_of(number: int, payload: Payload) -> Payload:
 
 def cut(
     number: int, whole: memoryview, *, group: str = "", to: tuple[tuple[str, str], ...] = ()
-) -> Iterator[tuple[Piece, memoryview]]:
+) -> Iterator[tuple[wire.Piece, memoryview]]:
     """Yield the pieces of a payload, each with its bytes; the first has the nodes `to` which it goes on."""
     for offset in range(0, whole.nbytes, PIECE_BYTES):
         further = () if offset else to
-        piece = Piece(number=number, offset=offset, total=whole.nbytes, group=group, to=further)
+        piece = wire.Piece(number=number, offset=offset, total=whole.nbytes, group=group, to=further)
         yield piece, whole[offset : offset + PIECE_BYTES]
 
 
@@ -344,7 +327,6 @@ class IncomingTransfer:
     """Reassembles the payloads of one sender."""
 
     def __init__(self, directory: Path) -> None:
-        """Payloads that do not fit into memory are written to `directory`."""
         self._directory = directory
         self._incoming: dict[int, shared_memory.Incoming] = {}
         self._errors: dict[int, Exception] = {}
@@ -354,7 +336,7 @@ class IncomingTransfer:
         self._dropped: set[int] = set()
         """Payloads that failed, or were dropped before they were whole: their later pieces are ignored."""
 
-    def receive(self, piece: Piece, data: memoryview) -> None:
+    def receive(self, piece: wire.Piece, data: memoryview) -> None:
         """Write a piece; if that fails, `claim` raises the error."""
         number = piece.number
         if number in self._errors or number in self._dropped:
@@ -405,14 +387,12 @@ class IncomingTransfer:
             found.close()
 
     def close(self) -> None:
-        """Free all."""
         for incoming in self._incoming.values():
             incoming.close()
         self._incoming, self._waiting = {}, {}
 
 
 def number_of(ticket: Payload) -> int:
-    """Return the number under which the payload of a ticket travels."""
     return int(ticket.path.removeprefix(_PREFIX))
 
 
@@ -453,7 +433,7 @@ class DataSocket:
         host: str = "",
         ports: range = range(1),
         silence: float = SILENCE_SECONDS,
-        received: Callable[[Piece, memoryview], None] = lambda _piece, _data: None,
+        received: Callable[[wire.Piece, memoryview], None] = lambda _piece, _data: None,
         lost: Callable[[str, int], None] = lambda _group, _number: None,
     ) -> None:
         """Listen at a free one of the ports of `host`, unless that is "" (the runtime).
@@ -480,7 +460,7 @@ class DataSocket:
     def _listen(self, host: str, ports: range) -> None:
         socket = self._socket = self._context.socket(zmq.ROUTER)
         theirs = encrypted(socket, self._key, "receiver", LONGEST_SILENCE_SECONDS)
-        self._authenticator = admitting(self._context, theirs)
+        self._authenticator = admit_peers(self._context, theirs)
         self.address = listen(socket, host, ports)
         self._hub.call(lambda: self._hub.watch(socket, lambda: self._receive_all(socket)))
 
@@ -510,7 +490,6 @@ class DataSocket:
                 child.cancel(key)
 
     def close(self) -> None:
-        """Close the sockets; unsent pieces are lost."""
         for child in list(self._children.values()):
             self._part_from(child)
         if self._socket is not None:
@@ -525,13 +504,13 @@ class DataSocket:
         while not socket.closed and socket.poll(0) and time.monotonic() < until:
             parent, *frames = socket.recv_multipart(copy=False)
             try:
-                piece = decode_to_node(frames[0].bytes if frames else b"")
+                piece = wire.decode_to_node(frames[0].bytes if frames else b"")
             except ProtocolError:
                 continue  # a parent with the key but a defect: the payload will stay incomplete
-            if isinstance(piece, Piece) and len(frames) > 1:
+            if isinstance(piece, wire.Piece) and len(frames) > 1:
                 self._take(socket, parent.bytes, piece, frames[1])
 
-    def _take(self, socket: zmq.Socket[bytes], parent: bytes, piece: Piece, data: zmq.Frame) -> None:
+    def _take(self, socket: zmq.Socket[bytes], parent: bytes, piece: wire.Piece, data: zmq.Frame) -> None:
         key = piece.group, piece.number
         if piece.total == 0:
             for child in self._flows.pop(key, ()):
@@ -549,8 +528,8 @@ class DataSocket:
             nonlocal waiting
             waiting -= 1
             if waiting <= 0 and not socket.closed:
-                taken = PieceTaken(group=piece.group, number=piece.number, offset=piece.offset)
-                socket.send_multipart([parent, encode(taken)])
+                taken = wire.PieceTaken(group=piece.group, number=piece.number, offset=piece.offset)
+                socket.send_multipart([parent, wire.encode(taken)])
 
         if not children:
             sent()
@@ -596,7 +575,7 @@ class DataSocket:
 class _Parcel(NamedTuple):
     """A piece on its way to a child; `sent` is called once it is sent, or will never be."""
 
-    piece: Piece
+    piece: wire.Piece
     data: memoryview | zmq.Frame
     sent: Callable[[], None] = lambda: None
 
@@ -625,7 +604,6 @@ class _Child:
         self.socket.connect(address)
 
     def begin(self, key: tuple[str, int], total: int) -> None:
-        """Expect acknowledgements of a payload."""
         self.under_way[key] = (total - 1) // PIECE_BYTES * PIECE_BYTES
 
     def pump(self) -> bool:
@@ -636,7 +614,7 @@ class _Child:
                 if not self.socket.closed:
                     # A received frame is forwarded as it is. Other memory is copied: without a copy pyzmq
                     # would start a thread to release it.
-                    frames = [encode(piece), data]
+                    frames = [wire.encode(piece), data]
                     self.socket.send_multipart(frames, zmq.NOBLOCK, copy=not isinstance(data, zmq.Frame))
                     self._sent += 1
             except zmq.ZMQError:
@@ -646,10 +624,9 @@ class _Child:
         return True
 
     def hear(self) -> None:
-        """Handle its acknowledgements."""
         while not self.socket.closed and self.socket.poll(0):
-            answer = decode_from_node(self.socket.recv())
-            if isinstance(answer, PieceTaken):
+            answer = wire.decode_from_node(self.socket.recv())
+            if isinstance(answer, wire.PieceTaken):
                 self._sent -= 1
                 key = answer.group, answer.number
                 if self.under_way.get(key) == answer.offset:
@@ -666,9 +643,9 @@ class _Child:
             else:
                 kept.append(parcel)
         self.queue = kept
-        nothing = Piece(group=key[0], number=key[1], offset=0, total=0)
+        nothing = wire.Piece(group=key[0], number=key[1], offset=0, total=0)
         with contextlib.suppress(zmq.ZMQError):  # the node is gone, as its connection will report
-            self.socket.send_multipart([encode(nothing), b""], zmq.NOBLOCK)
+            self.socket.send_multipart([wire.encode(nothing), b""], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the connection; pieces that wait, or are added later, are not sent."""

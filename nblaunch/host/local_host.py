@@ -1,4 +1,4 @@
-"""What a runtime or a node has once to run ranks.
+"""The parts that a runtime or a node has once, to run ranks.
 
 Each part is made when it is first used, and stands on those above it:
 
@@ -25,7 +25,6 @@ class LocalHost:
     """The parts of one process; its methods may be called on any thread."""
 
     def __init__(self, server: Server) -> None:
-        """Use the fork server beside this process."""
         self.server = server
         self.directory = self.server.directory
         self._lock = threading.RLock()

@@ -19,7 +19,7 @@ from nblaunch._results import read_text
 from nblaunch.protocol.messages import Offsets, Printed, Stream
 
 MOST_BYTES = 256 << 20
-"""So much is kept of a private log file: of what a rank prints to stdout, and of what it prints to stderr."""
+"""The most that is kept of each private log file."""
 _STEP = 1 << 20
 # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
 _HOLE = 2 | 1
@@ -37,13 +37,12 @@ class LogFile:
     decoder: codecs.IncrementalDecoder | None = None
 
     def size(self) -> int:
-        """Return how much there is; 0 if the file was gone before it was opened."""
         with contextlib.suppress(OSError):
             return os.stat(self.path if self.file is None else self.file.fileno()).st_size
         return 0
 
     def unread(self, end: int) -> Iterator[bytes]:
-        """Yield what has not been read yet before `end`."""
+        """Yield the unread bytes before `end`."""
         if end <= self.position:
             return
         with contextlib.suppress(OSError):
@@ -55,14 +54,13 @@ class LogFile:
                 yield data
 
     def read(self, end: int) -> Iterator[str]:
-        """Yield the same as text."""
         for data in self.unread(end):
             self.decoder = self.decoder or codecs.getincrementaldecoder("utf-8")("replace")
             yield self.decoder.decode(data)
 
     @property
     def printed(self) -> int:
-        """Where the text ends that was read; a character that is not whole yet is not."""
+        """The end of the decoded text, which excludes an incomplete character."""
         return self.position - (0 if self.decoder is None else len(self.decoder.getstate()[0]))
 
     def free(self, end: int) -> None:
@@ -79,7 +77,6 @@ class LogFile:
         self.freed = end
 
     def close(self) -> None:
-        """Close the file, which may be read again."""
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -97,8 +94,7 @@ class LogTail:
         self._rank, self._bounded, self._brief = rank, bounded, brief
         self._files = {Stream.STDOUT: LogFile(stdout), Stream.STDERR: LogFile(stderr)}
 
-    def of(self, rank: int) -> LogTail:
-        """Return this tail, which from now on is that of another rank."""
+    def renumbered(self, rank: int) -> LogTail:
         self._rank = rank
         return self
 
@@ -113,12 +109,10 @@ class LogTail:
 
     @property
     def idle(self) -> bool:
-        """Whether the last `poll` read all text that was there."""
         return all(file.position >= file.seen for file in self._files.values())
 
     @property
     def printed(self) -> Offsets:
-        """Where the text ends that was read."""
         return Offsets(*(file.printed for file in self._files.values()))
 
     def up_to(self, offsets: Offsets) -> Iterator[Printed]:
@@ -127,7 +121,6 @@ class LogTail:
         yield from self._read(Stream.STDERR, offsets.stderr)
 
     def rest(self) -> Iterator[Printed]:
-        """Yield all text that is left."""
         for stream, file in self._files.items():
             yield from self._read(stream, file.size())
 
@@ -137,12 +130,10 @@ class LogTail:
             file.free(file.position if before is None else getattr(before, stream.value))
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
 
     def skip_to(self, offsets: Offsets) -> None:
-        """Skip the text before a moment."""
         self._files[Stream.STDOUT].position = offsets.stdout
         self._files[Stream.STDERR].position = offsets.stderr
 

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -44,7 +44,7 @@ from nblaunch._version import __version__
 from nblaunch.host import descriptors, rendezvous, wire
 from nblaunch.host.code import NodeCode
 from nblaunch.host.forkserver import server_of_fork
-from nblaunch.host.join import CUT_OFF, HEEDED, NOTICES, READY, ProgramOrder, failed, take_place
+from nblaunch.host.join import CUT_OFF, NOTICES, READY, ProgramOrder, failed, take_place
 from nblaunch.host.key import KEY_FILE
 from nblaunch.host.link import LONGEST_SILENCE_SECONDS, REFUSALS, DataSocket, encrypted
 from nblaunch.host.local_host import LocalHost
@@ -55,9 +55,9 @@ from nblaunch.host.process_options import (
     process_settings,
     unheeded,
 )
-from nblaunch.host.reach import Probe, interfaces, try_later
+from nblaunch.host.reach import Probe, interfaces, try_all
 from nblaunch.host.relay import NodeRelay, of_this_machine, orders_of, send_to_notebook
-from nblaunch.host.settings import DIRECTED, AgentSettings, ProcessSettings, RendezvousConfig
+from nblaunch.host.settings import AgentSettings, ProcessSettings, RendezvousConfig
 from nblaunch.host.wire import Inventory
 from nblaunch.options.command_line import parse_line
 from nblaunch.options.kinds import port_range
@@ -72,7 +72,6 @@ _LEAVE_SECONDS = 5.0
 _TRIAL_SECONDS = 2.0
 _LINGER_MS = 2000
 _UNLIMITED = 2**31 - 1
-_DIRECTED = RendezvousConfig(backend=DIRECTED, host="", port=0, least=1, most=1, local_addr="", hosting=False)
 # After this time the engine probably knows, and names, what ended the node.
 _NAMED_SECONDS = 1.0
 # torch's, and what it is called in its library.
@@ -133,8 +132,10 @@ def _serve(runtime: LocalHost, order: ProgramOrder, link: sockets.socket) -> int
     try:
         if order.endpoint:
             _take_signals(link, signals, stopped)
-            return NodeHost(runtime, order.endpoint, key, options).serve(signals, _joined)
-        _check_here(options)
+            return NodeHost(runtime, order.endpoint, key, options).serve(signals)
+        check_start_method(options.start_method)
+        here = place_ranks(options.nproc_per_node, "gloo", os.environ)
+        check_process_options(options, here, os.environ)
         _take_signals(link, signals, stopped)
         return _join_run(runtime, options, key, signals, stopped)
     except OptionError as error:
@@ -148,10 +149,7 @@ def _serve(runtime: LocalHost, order: ProgramOrder, link: sockets.socket) -> int
 
 
 def _take_signals(link: sockets.socket, signals: list[int], stopped: threading.Event) -> None:
-    """Have the command collect its signals, which then arrive here; the first sets `stopped`.
-
-    Where the command has ended, the keeper is about to end this process.
-    """
+    """Have the command pass on its signals; the first sets `stopped`. If it ends, so does this process."""
 
     def take() -> None:
         while number := link.recv(1):
@@ -159,19 +157,7 @@ def _take_signals(link: sockets.socket, signals: list[int], stopped: threading.E
             stopped.set()
 
     link.send(READY)
-    if link.recv(1) == HEEDED:
-        threading.Thread(target=take, name="nblaunch-signals", daemon=True).start()
-
-
-def _check_here(options: LaunchOptions) -> None:
-    check_start_method(options.start_method)
-    check_process_options(options, place_ranks(options.nproc_per_node, "gloo", os.environ), os.environ)
-
-
-def _joined(name: str, nproc: int) -> None:
-    # Not to stdout, which may be the user's own if an engine starts this program.
-    text = f"nblaunch join: {nproc} ranks of this machine take part, as {name}"
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command line
+    threading.Thread(target=take, name="nblaunch-signals", daemon=True).start()
 
 
 def _join_run(
@@ -182,16 +168,10 @@ def _join_run(
     assert rdzv is not None  # noqa: S101 - without an endpoint there is an error
     rdzv = replace(rdzv, key=key)
     listener = rendezvous.read_listener(rdzv, options.rdzv_id or "", stopped).removeprefix("tcp://")
-
-    def joined(_: str, nproc: int) -> None:
-        text = f"nblaunch join: {nproc} ranks of this machine take part in {options.rdzv_id}"
-        print(text, flush=True)  # noqa: T201 - a command line
-
-    return NodeHost(runtime, listener, key, options, rdzv).serve(signals, joined)
+    return NodeHost(runtime, listener, key, options, rdzv).serve(signals)
 
 
 def this_machine(placement: Placement) -> Inventory:
-    """Return this machine's inventory; the ranks of this node would be placed there."""
     driver, gpus = _gpus()
     ranks = placement.nproc if placement.device_type == "cuda" else 0
     return Inventory(
@@ -224,7 +204,7 @@ def _gpus() -> tuple[str, tuple[str, ...]]:
 
 
 class OutOfReachError(LaunchError):
-    """Nobody answers at the notebook's address."""
+    """There is no answer at the notebook's address."""
 
 
 class CutOffError(LaunchError):
@@ -256,7 +236,11 @@ class NodeHost:
         """The connection's descriptor, which ZMQ owns, and the limit of its silence in seconds."""
         self._data: DataSocket | None = None
         self._relays: dict[str, NodeRelay] = {}
-        self._code = NodeCode(runtime.directory.make("code-"), self._send, self._run_aside)
+        self._code = NodeCode(
+            runtime.directory.make("code-"),
+            self._send,
+            lambda work, then: runtime.hub.run_aside("nblaunch-code", work, then),
+        )
         self._next_poll = 0.0
         self._finished = self._cut_off = False
         self._why = ""
@@ -268,14 +252,11 @@ class NodeHost:
         """When a signal had this node leave (monotonic), and for how many seconds its ranks may save."""
         self._at_once = False
 
-    def serve(
-        self, signals: Sequence[int], joined: Callable[[str, int], None] = lambda _name, _nproc: None
-    ) -> int:
+    def serve(self, signals: Sequence[int]) -> int:
         """Return 0 once the runtime has finished with this node; at an endpoint, if the run has succeeded.
 
-        The caller appends the signals that this process gets to `signals`. `joined` is called with the node's
-        name at the notebook and its number of ranks. Raises `OutOfReachError` if nobody answers, and
-        `LaunchError` if the notebook refuses the node, or the node ends for another reason.
+        The caller appends the signals that this process gets to `signals`. Raises `OutOfReachError` if there
+        is no answer, and `LaunchError` if the notebook refuses the node, or it ends for another reason.
         """
         self._signals = signals
         # Before any process starts, which would have it.
@@ -284,7 +265,7 @@ class NodeHost:
         events = self._connect()
         try:
             self._arrive(events, signals)
-            joined(self._name, self._nproc)
+            self._tell_joined()
             hub = self._runtime.hub
             hub.call(lambda: hub.watch(self._socket, self._receive))
             hub.after_turn.append(self._flush)
@@ -349,6 +330,14 @@ class NodeHost:
             raise LaunchError(msg, phase="connect")
         raise OutOfReachError(_unanswered(self._endpoint), phase="connect")
 
+    def _tell_joined(self) -> None:
+        text = f"nblaunch join: {self._nproc} ranks of this machine take part"
+        if self._rdzv is not None:
+            print(f"{text} in {self._options.rdzv_id}", flush=True)  # noqa: T201 - a command line
+        else:
+            # Not to stdout, which may be the user's own if an engine starts this program.
+            print(f"{text}, as {self._name}", file=sys.stderr, flush=True)  # noqa: T201 - as above
+
     def _data_socket(self) -> DataSocket:
         return DataSocket(
             self._runtime.hub,
@@ -391,7 +380,6 @@ class NodeHost:
         raise LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
 
     def _wait(self, events: zmq.Socket[bytes]) -> None:
-        """Serve until the runtime has finished with this node or is gone, or a signal has it leave."""
         end_by, hub = math.inf, self._runtime.hub
         while not self._finished:
             if not hub.usable:
@@ -399,8 +387,13 @@ class NodeHost:
                 return
             if events.poll(_POLL_MS):
                 monitor.recv_monitor_message(events)
-                self._cut_off = True
-                self._end_with("the notebook is gone, or out of reach")
+                # Its last orders may not have been read yet. One that fails now changes nothing: the node
+                # ends as one that was cut off, which gives the allocation back.
+                with contextlib.suppress(Exception):
+                    hub.run(self._receive, _LEAVE_SECONDS)
+                if not self._finished:
+                    self._cut_off = True
+                    self._end_with("the notebook is gone, or out of reach")
                 return
             for relay in [each for each in self._relays.values() if each.ended.is_set()]:
                 if self._rdzv is not None:
@@ -452,17 +445,6 @@ class NodeHost:
             self._check_signals()  # a rank's exit may be due to the same signal
         send_to_notebook(self._socket, message, data)
 
-    def _run_aside(
-        self, work: Callable[[], frozenset[bytes]], then: Callable[[frozenset[bytes]], None]
-    ) -> None:
-        """Do something that takes a while on a thread of its own."""
-
-        def do() -> None:
-            found = work()
-            self._runtime.hub.call(lambda: then(found))
-
-        threading.Thread(target=do, name="nblaunch-code", daemon=True).start()
-
     def _check_signals(self) -> None:
         """Report new signals: the ranks are to save, or this node is to leave."""
         for number in self._signals[self._noticed :]:
@@ -480,7 +462,7 @@ class NodeHost:
                 self._leaves_since = time.monotonic()
             if seconds:
                 send_to_notebook(
-                    self._socket, wire.Notice(seconds=seconds, words=f"got {name}", leaves=not warns)
+                    self._socket, wire.NodeEnding(seconds=seconds, words=f"got {name}", leaves=not warns)
                 )
 
     def _stop_obeying(self) -> None:
@@ -521,7 +503,11 @@ class NodeHost:
                 probe = Probe(self._address, self._key, self._ports)
                 self._send(wire.ProbeOpen(port=probe.port, interfaces=interfaces()))
             case wire.Try(targets=targets):
-                try_later(targets, self._address, self._key, self._report_reached)
+                self._runtime.hub.run_aside(
+                    "nblaunch-reach",
+                    lambda: try_all(targets, self._address, self._key),
+                    lambda results: self._send(wire.Reachable(results=results)),
+                )
             case wire.Refused(why=why):
                 self._finished, self._why = True, why
             case _:
@@ -529,11 +515,7 @@ class NodeHost:
                 if relay is not None:
                     relay.obey(message, data)
 
-    def _report_reached(self, results: tuple[wire.ReachResult, ...]) -> None:
-        self._runtime.hub.call(lambda: self._send(wire.Reachable(results=results)))
-
     def _open(self, opened: wire.OpenGroup) -> None:
-        """Prepare a group; its agent then waits for a rendezvous."""
         try:
             relay = self._relay(opened)
         except Exception as error:  # noqa: BLE001 - the notebook gets it
@@ -546,11 +528,13 @@ class NodeHost:
         relay.start()
 
     def _relay(self, opened: wire.OpenGroup) -> NodeRelay:
-        rdzv = self._rdzv or _DIRECTED
-        least, most = opened.nodes
-        rdzv = replace(rdzv, least=least, most=most, local_addr=rdzv.local_addr or self._address)
+        rdzv, (least, most) = self._rdzv, opened.nodes
+        if rdzv is not None:
+            rdzv = replace(rdzv, least=least, most=most, local_addr=rdzv.local_addr or self._address)
         env = dict(opened.env)
-        env |= rendezvous.network_variables(rdzv, {**os.environ, **env})
+        env |= rendezvous.network_variables(
+            self._address if rdzv is None else rdzv.local_addr, {**os.environ, **env}
+        )
         environ = {**os.environ, **env}
         options, loaded_under = self._options, self._runtime.server.loaded_under()
         if self._rdzv is None:
@@ -575,6 +559,7 @@ class NodeHost:
             private_logs=not options.log_dir,
             processes=processes,
             rdzv=rdzv,
+            directed_at=self._address if rdzv is None else "",
         )
         try:
             return NodeRelay(
@@ -606,7 +591,6 @@ def _directory(opened: wire.OpenGroup) -> bytes:
 def _processes(
     processes: ProcessSettings, environ: Mapping[str, str], loaded_under: Mapping[str, str]
 ) -> ProcessSettings:
-    """Return how processes start on this machine."""
     if torch.backends.cuda.is_built() and needs_new_python(environ, loaded_under):
         processes = replace(processes, start_method="spawn")
     return replace(processes, environ=encoded(environ) if processes.start_method == "spawn" else ())
@@ -621,7 +605,6 @@ def _refused() -> LaunchError:
 
 
 def _own_end(fd: int) -> str:
-    """Return the address of this machine's end of a connection."""
     with sockets.socket(fileno=os.dup(fd)) as connection:
         return str(connection.getsockname()[0]).removeprefix("::ffff:")
 

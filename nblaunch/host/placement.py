@@ -123,7 +123,7 @@ def place_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _Accelerator:
-    """What this torch computes on beside the CPU: kind, number, and backend if there is one."""
+    """The accelerators of this torch: kind, number, and backend if there is one."""
 
     kind: str
     count: int
@@ -158,7 +158,6 @@ def _backend_of(kind: str) -> str:
 
 
 def _number_of_ranks(nproc: int | str, usable: int, there: _Accelerator) -> tuple[int, str]:
-    """Return the number of ranks, and a note where it was not asked for."""
     match nproc:
         case "gpu" if not usable:
             msg = "nproc='gpu' was asked for, but no GPU is visible here. Use nproc=2 (gloo on the CPU)."

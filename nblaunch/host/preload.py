@@ -110,7 +110,6 @@ class _ForkServer:
         signal.set_wakeup_fd(self._wake_write)
 
     def run(self) -> None:
-        """Serve until the keeper is gone."""
         poller = select.poll()
         for fd in (self._requests.fileno(), self._alive, self._wake_read):
             poller.register(fd, select.POLLIN)

@@ -69,7 +69,6 @@ class ExitReasons:
     """Why processes of a group have exited, according to the files that they leave."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is where faulthandler writes when a rank dies of a signal."""
         self._directory = directory
         self._oom_before = oom_kills()
 

@@ -1,4 +1,4 @@
-"""The ranks of one group on this machine: their agent, their messages, and what is read of them from outside.
+"""The ranks of one group on this machine: their agent, their messages, their stacks and usage.
 
 A worker group has a host in its own process, and nothing is encoded or copied between the two. On a node the
 owner of a host is a relay, which sends what it is told over TCP. Either gets the same calls, in the same
@@ -8,6 +8,7 @@ order: a rank's exit comes after all that the rank has sent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import threading
 import time
@@ -20,28 +21,11 @@ from msgspec.structs import replace
 from nblaunch.host.agent import AgentThread
 from nblaunch.host.local_host import LocalHost
 from nblaunch.host.process_stacks import ExitReasons, stacks_of_silent
-from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.host.settings import AgentSettings, AttemptEvents, Worker
 from nblaunch.host.usage import SeenGpus, alive, measuring, own_memory
 from nblaunch.host.wire import AdoptRanks
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event
-from nblaunch.protocol.messages import (
-    Abort,
-    Aborted,
-    Adopt,
-    Dispatch,
-    Entered,
-    Exited,
-    Finishing,
-    FromRank,
-    Hello,
-    Measured,
-    Orders,
-    Prepare,
-    Raised,
-    Returned,
-    ToRank,
-    Usage,
-)
 from nblaunch.protocol.state import RankState, RunState
 
 _GONE = "  its process has ended"
@@ -50,7 +34,7 @@ _ABORT_SECONDS = 2.0
 
 
 class GroupHost:
-    """Ranks of a group, on this machine or on others: what the group orders. Here nothing is done about it.
+    """Ranks of a group, on this machine or on others; the group gives orders, which do nothing by default.
 
     Orders of the first part may be given on any thread, those of the second on the hub's; all but `join`
     return at once. Of several hosts of a group, each heeds what concerns its own ranks.
@@ -91,7 +75,7 @@ class GroupHost:
     def join(self, timeout: float) -> None:
         """Wait for the end, for `timeout` seconds at most."""
 
-    def send(self, rank: int, message: ToRank) -> bool:
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         """Send to a rank; return whether this host has it."""
         del rank, message
         return False
@@ -112,28 +96,19 @@ class GroupHost:
         """End: the last rank is gone."""
 
 
-class HostEvents(Protocol):
+class HostEvents(AttemptEvents, Protocol):
     """The owner of a host; called on the hub's thread, but for `recorded` and `agent_ended`."""
 
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Handle the start of an attempt: its first rank may connect before its last one is forked."""
-
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Handle the end of forking: all processes are there."""
-
-    def receive(self, message: FromRank, data: bytes) -> None:
+    def receive(self, message: messages.FromRank, data: bytes) -> None:
         """Handle a rank's message, and the bytes that hold it."""
 
-    def rank_gone(self, exited: Exited) -> None:
+    def rank_gone(self, exited: messages.Exited) -> None:
         """Handle a process's exit, after all that its rank has sent."""
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Handle the exit of those of these ranks that were still at work."""
 
-    def membership_changing(self) -> None:
-        """Handle a membership change: all ranks are about to be restarted."""
-
-    def measured(self, usages: Mapping[int, Usage]) -> None:
+    def measured(self, usages: Mapping[int, messages.Usage]) -> None:
         """Handle a measurement of ranks."""
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
@@ -141,12 +116,6 @@ class HostEvents(Protocol):
 
     def lost(self, error: Exception) -> None:
         """Handle the end of the hub: no message of a rank arrives any more."""
-
-    def recorded(self, event: Event) -> None:
-        """Handle an event of torchelastic; called on any of the agent's threads."""
-
-    def agent_ended(self, error: BaseException | None) -> None:
-        """Handle the agent's end; `error` is set if it failed. Called on its thread."""
 
 
 class RankHost(AgentThread, GroupHost):
@@ -180,9 +149,9 @@ class RankHost(AgentThread, GroupHost):
         self._exit_reasons = ExitReasons(directory)
         self._may_end, self._measuring = threading.Event(), contextlib.ExitStack()
         self._measures = False
-        self._prepared: Prepare | None = None
+        self._prepared: messages.Prepare | None = None
         """As ranks got it last."""
-        self._dispatched: Dispatch | None = None
+        self._dispatched: messages.Dispatch | None = None
         """The last job."""
         self._aborting: set[int] = set()
         """Ranks that are to be ended, but are still inside NCCL."""
@@ -196,51 +165,45 @@ class RankHost(AgentThread, GroupHost):
         self._idle: set[int] = set()
         """Ranks that have no job, or have ended it."""
         self._shift = 0
-        """By how much the ranks' numbers differ from those that the agent knows."""
+        """The difference between the ranks' numbers and those that the agent knows."""
         self._ending = False
 
     @property
     def log_directory(self) -> Path:
-        """Where the log files of this attempt are: below it are ranks. Raises `StopIteration` before any."""
+        """The directory of this attempt's logs, with one for each rank. Raises `StopIteration` before any."""
         return Path(next(iter(self._workers.values())).stdout).parent.parent
 
     # --- orders ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin."""
         self._hub.add(self)
         super().start()
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Expect the exits of the ranks, and stop the `others`."""
         super().release(succeeded=succeeded, others=frozenset(rank - self._shift for rank in others))
 
     def all_alive(self) -> bool:
-        """Whether no process of this attempt has ended."""
         # The system knows of a death before the agent does.
         return super().all_alive() and all(alive(each.pid) for each in list(self.ranks.values()))
 
     def memory(self) -> dict[int, int | None]:
-        """Return the private memory of the ranks in bytes."""
         return {rank: own_memory(each.pid) for rank, each in list(self.ranks.items())}
 
     def close(self, *, succeeded: bool) -> None:  # noqa: ARG002 - as of every host
-        """End: the last rank is gone."""
         self._measuring.close()
         self._hub.remove(self)
 
-    def send(self, rank: int, message: ToRank) -> bool:
-        """Send to a rank; return whether it has a process here."""
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         if rank not in self.ranks:
             return False
         match message:
-            case Prepare():
+            case messages.Prepare():
                 first, self._prepared = self._prepared is None, message
                 if first and self._measures:
                     # Only now is it known which GPUs the ranks see.
                     with contextlib.suppress(RuntimeError):  # the system refuses a thread
                         self.measure(wanted=True)
-            case Dispatch():
+            case messages.Dispatch():
                 self._dispatched = message
                 self._idle.discard(rank)
             case _:
@@ -249,25 +212,24 @@ class RankHost(AgentThread, GroupHost):
         return True
 
     def measure(self, *, wanted: bool) -> None:
-        """Start or stop measuring the ranks that are at work."""
         self._measures = wanted
         self._measuring.close()
         if wanted:
             alone, prepared = self._settings.options.virtual_local_rank, self._prepared
             seen = None if prepared is None else SeenGpus.by(prepared, alone=alone)
-            self._measuring.enter_context(measuring(self._state, self._report, wanted=True, seen=seen))
+            self._measuring.enter_context(measuring(self._state, self._report, seen))
 
     @property
     def _titles(self) -> dict[str, str]:
         return {} if self._dispatched is None else self._dispatched.titles
 
     def _state(self) -> RunState:
-        # To read the memory of the others would keep those waiting that matter.
-        idle = self._idle.copy()
-        at_work = {rank: each for rank, each in self.ranks.copy().items() if rank not in idle}
-        return replace(RunState.fresh(0), ranks=at_work)
+        # While some are at work, to read the memory of the others would keep those waiting that matter.
+        idle, ranks = self._idle.copy(), self.ranks.copy()
+        at_work = {rank: each for rank, each in ranks.items() if rank not in idle}
+        return replace(RunState.fresh(0), ranks=at_work or ranks)
 
-    def _report(self, measured: Measured) -> None:
+    def _report(self, measured: messages.Measured) -> None:
         self._hub.call(lambda: self._owner.measured(measured.usages))
 
     def read_stacks(self, ranks: frozenset[int]) -> None:
@@ -277,20 +239,18 @@ class RankHost(AgentThread, GroupHost):
         pids = {rank - shift: pid for rank in ranks if rank in known and (pid := known[rank].pid)}
         gone = {rank: _GONE for rank in ranks if rank not in known and rank - shift in self._workers}
 
-        def read() -> None:
-            found = stacks_of_silent(pids, str(self._directory), titles)
-            stacks = gone | {rank + shift: text for rank, text in found.items()}
-            self._hub.call(lambda: self._owner.stacks_read(stacks))
+        def report(found: Mapping[int, str]) -> None:
+            self._owner.stacks_read(gone | {rank + shift: text for rank, text in found.items()})
 
         try:
-            threading.Thread(target=read, name="nblaunch-stacks", daemon=True).start()
+            read = functools.partial(stacks_of_silent, pids, str(self._directory), titles)
+            self._hub.run_aside("nblaunch-stacks", read, report)
         except RuntimeError:  # the system refuses one
             self._owner.stacks_read(gone | dict.fromkeys(known, ""))
 
     # --- attempts, on the hub's thread -------------------------------------------------------------
 
     def begin(self, number: int) -> None:
-        """Take messages of this attempt from now on, and drop those of the one before."""
         self.attempt = number
         self._clear()
         # On this thread: orders for the new attempt must not be dropped with the old ones.
@@ -301,7 +261,7 @@ class RankHost(AgentThread, GroupHost):
         shift = order.base_rank - min(self._workers)
         numbers = {rank + self._shift: rank + shift for rank in self._workers}
         for old, new in numbers.items():
-            other = Adopt(
+            other = messages.Adopt(
                 attempt=order.number,
                 rank=new,
                 world_size=order.world_size,
@@ -316,21 +276,21 @@ class RankHost(AgentThread, GroupHost):
 
     # --- from the ranks, on the hub's thread -------------------------------------------------------
 
-    def receive(self, message: FromRank, data: bytes) -> None:
+    def receive(self, message: messages.FromRank, data: bytes) -> None:
         """Hand a rank's message on, but for a failure that this host has caused."""
         match message:
-            case Hello(rank=rank):
+            case messages.Hello(rank=rank):
                 known = self.ranks.get(rank) or RankState(rank, message.local_rank, pid=message.pid)
                 self.ranks[rank] = replace(known, node=message.node)
-            case Entered(rank=rank, device=device) if rank in self.ranks:
+            case messages.Entered(rank=rank, device=device) if rank in self.ranks:
                 self.ranks[rank] = replace(self.ranks[rank], device=device)
-            case Aborted(rank=rank):
+            case messages.Aborted(rank=rank):
                 self._released(rank)
-            case Finishing() if not self._keep:
+            case messages.Finishing() if not self._keep:
                 self.let_finish()
-            case Raised() if self._ending:
+            case messages.Raised() if self._ending:
                 return  # the rank failed because of the abort
-            case Returned(rank=rank) | Raised(rank=rank):
+            case messages.Returned(rank=rank) | messages.Raised(rank=rank):
                 self._idle.add(rank)
             case _:
                 pass
@@ -345,17 +305,16 @@ class RankHost(AgentThread, GroupHost):
         """Do nothing: the owner has a clock of its own."""
 
     def lost(self, error: Exception) -> None:
-        """Report that no message of a rank arrives any more."""
         self._owner.lost(error)
 
     # --- from the agent, on its thread -------------------------------------------------------------
 
-    def _rank_arguments(self, attempt: int) -> tuple[Orders]:
+    def _rank_arguments(self, attempt: int) -> tuple[messages.Orders]:
         options, processes = self._settings.options, self._settings.processes
         # If a group starts again after days, a cleaner may have removed both.
         self._hub.be_reachable()
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        orders = Orders(
+        orders = messages.Orders(
             self._hub.address,
             self.group,
             self.token,
@@ -382,8 +341,6 @@ class RankHost(AgentThread, GroupHost):
             self._hub.run(starting)
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Follow the processes."""
-
         def started() -> None:
             self._workers = {each.rank: each for each in workers}
             forked = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
@@ -403,7 +360,9 @@ class RankHost(AgentThread, GroupHost):
             number = rank + self._shift
             self.ranks.pop(number, None)
             known = self._workers.get(rank)
-            exited = Exited(rank=rank, exitcode=exitcode, time=when, expected=expected, reason=reason)
+            exited = messages.Exited(
+                rank=rank, exitcode=exitcode, time=when, expected=expected, reason=reason
+            )
             exited = self._exit_reasons.explained(exited, self._titles, known.stderr if known else "")
             self._owner.rank_gone(replace(exited, rank=number))
             self._released(number)
@@ -430,7 +389,7 @@ class RankHost(AgentThread, GroupHost):
             self._may_end = may_end
             self._ending, self._aborting = True, {rank for rank, each in self.ranks.items() if each.node}
             for rank in self._aborting:
-                self._hub.send(self, rank, Abort())
+                self._hub.send(self, rank, messages.Abort())
             if not self._aborting:
                 may_end.set()
 
@@ -438,13 +397,10 @@ class RankHost(AgentThread, GroupHost):
         may_end.wait(_ABORT_SECONDS)
 
     def others_stopped(self) -> None:
-        """Report that no rank here is still at work."""
         self._hub.call(lambda: self._owner.ranks_stopped(rank + self._shift for rank in self._workers))
 
     def recorded(self, event: Event) -> None:
-        """Hand on an event of torchelastic."""
         self._owner.recorded(event)
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """Report the end of the agent."""
         self._owner.agent_ended(error)

@@ -28,18 +28,10 @@ from dataclasses import dataclass
 
 import psutil
 
+from nblaunch.host import wire
 from nblaunch.host.hub import Hub
 from nblaunch.host.key import curve_secret
 from nblaunch.host.rendezvous import first_free
-from nblaunch.host.wire import (
-    OpenProbe,
-    ProbeOpen,
-    Reachable,
-    ReachResult,
-    ReachTarget,
-    ToNode,
-    Try,
-)
 
 _OPEN_SECONDS = 10.0
 _TRY_SECONDS = 2.0
@@ -88,7 +80,6 @@ class Probe:
         self._thread.start()
 
     def close(self) -> None:
-        """Close it now."""
         self._over.set()
         self._thread.join()
 
@@ -136,21 +127,9 @@ def interfaces() -> tuple[str, ...]:
 # --- trying --------------------------------------------------------------------------------------------
 
 
-def try_later(
-    targets: Sequence[ReachTarget],
-    address: str,
-    key: bytes,
-    then: Callable[[tuple[ReachResult, ...]], None],
-) -> None:
-    """Run `try_all` on a new thread, which calls `then` with the results."""
-    threading.Thread(
-        target=lambda: then(try_all(targets, address, key)), name="nblaunch-reach", daemon=True
-    ).start()
-
-
-def try_all(targets: Sequence[ReachTarget], address: str, key: bytes) -> tuple[ReachResult, ...]:
+def try_all(targets: Sequence[wire.ReachTarget], address: str, key: bytes) -> tuple[wire.ReachResult, ...]:
     """Connect to all targets from `address` ("": any), many at a time, for at most 2 s."""
-    results: list[ReachResult] = []
+    results: list[wire.ReachResult] = []
     for start in range(0, len(targets), _AT_ONCE):
         attempts = [_Trial(target, address, key) for target in targets[start : start + _AT_ONCE]]
         _finish(attempts)
@@ -177,10 +156,10 @@ def _finish(attempts: Sequence[_Trial]) -> None:
 class _Trial:
     """One connection; `error` is None until it is known, and empty if the place has been reached."""
 
-    def __init__(self, target: ReachTarget, address: str, key: bytes) -> None:
+    def __init__(self, target: wire.ReachTarget, address: str, key: bytes) -> None:
         self._target, self._key = target, key
         self.nonce = b""
-        """What the far side of a connection was asked."""
+        """The challenge that was sent."""
         self.error: str | None = None
         family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
@@ -195,7 +174,6 @@ class _Trial:
             self.error = _name_of(number)
 
     def go_on(self) -> None:
-        """Take the next step after a connection or an answer."""
         try:
             if self.nonce:
                 code = self.socket.recv(_CODE_BYTES)
@@ -211,12 +189,11 @@ class _Trial:
         except OSError as error:
             self.error = _name_of(error.errno or errno.EINVAL)
 
-    def result(self) -> ReachResult:
-        """Close the connection; return its result."""
+    def result(self) -> wire.ReachResult:
         self.socket.close()
         if self.error is None:
             self.error = _STRANGER if self.nonce else _name_of(errno.ETIMEDOUT)
-        return ReachResult(self._target, self.error)
+        return wire.ReachResult(self._target, self.error)
 
 
 def _name_of(number: int) -> str:
@@ -227,8 +204,8 @@ def _name_of(number: int) -> str:
 
 
 def targets_of(
-    store: ReachTarget, nodes: Mapping[str, tuple[ReachTarget, ReachTarget]]
-) -> dict[str, tuple[ReachTarget, ...]]:
+    store: wire.ReachTarget, nodes: Mapping[str, tuple[wire.ReachTarget, wire.ReachTarget]]
+) -> dict[str, tuple[wire.ReachTarget, ...]]:
     """Return what each node tries, and "", the notebook's machine; `nodes` have a data socket and a probe.
 
     All pairs of up to 16 nodes, both ways; of more, those at distances of 1, 2, 4 ...
@@ -258,9 +235,9 @@ class ReachCheck:
         self,
         hub: Hub,
         key: bytes,
-        store: ReachTarget,
+        store: wire.ReachTarget,
         nodes: Mapping[str, tuple[str, str]],
-        send: Callable[[str, ToNode], object],
+        send: Callable[[str, wire.ToNode], object],
         done: Callable[[str], None],
     ) -> None:
         """Begin; `nodes` have an address and a ZMQ address for data, by name.
@@ -269,23 +246,21 @@ class ReachCheck:
         """
         self._hub, self._key, self._store, self._nodes = hub, key, store, dict(nodes)
         self._send, self._done = send, done
-        self._opened: dict[str, ProbeOpen] = {}
-        self._results: dict[str, Sequence[ReachResult]] = {}
+        self._opened: dict[str, wire.ProbeOpen] = {}
+        self._results: dict[str, Sequence[wire.ReachResult]] = {}
         self._trying: frozenset[str] = frozenset()
         self._over = False
         for name in self._nodes:
-            send(name, OpenProbe())
+            send(name, wire.OpenProbe())
 
-    def take(self, node: str, message: ProbeOpen | Reachable) -> None:
-        """Take a node's answer."""
-        if isinstance(message, ProbeOpen):
+    def take(self, node: str, message: wire.ProbeOpen | wire.Reachable) -> None:
+        if isinstance(message, wire.ProbeOpen):
             self._opened[node] = message
         else:
             self._results[node] = message.results
         self._go_on()
 
     def lost(self, node: str) -> None:
-        """Go on without a node."""
         self._nodes.pop(node, None)
         self._trying -= {node}
         self._go_on()
@@ -310,29 +285,31 @@ class ReachCheck:
         for name, (address, data) in self._nodes.items():
             port = int(data.rpartition(":")[2])
             places[name] = (
-                ReachTarget(name, "data", address, port),
-                ReachTarget(name, "probe", address, self._opened[name].port),
+                wire.ReachTarget(name, "data", address, port),
+                wire.ReachTarget(name, "probe", address, self._opened[name].port),
             )
         targets = targets_of(self._store, places)
         self._trying = frozenset(targets)
         for name in self._nodes:
-            self._send(name, Try(targets=targets[name]))
-
-        def here(results: tuple[ReachResult, ...]) -> None:
-            self._hub.call(lambda: self.take("", Reachable(results=results)))
-
-        try_later(targets[""], self._store.address, self._key, here)
+            self._send(name, wire.Try(targets=targets[name]))
+        self._hub.run_aside(
+            "nblaunch-reach",
+            lambda: try_all(targets[""], self._store.address, self._key),
+            lambda results: self.take("", wire.Reachable(results=results)),
+        )
 
 
 # --- what it means -------------------------------------------------------------------------------------
 
 
-def explain(results: Mapping[str, Sequence[ReachResult]], interfaces: Mapping[str, Sequence[str]]) -> str:
+def explain(
+    results: Mapping[str, Sequence[wire.ReachResult]], interfaces: Mapping[str, Sequence[str]]
+) -> str:
     """Return which machines do not reach which, at which address and port, and the likely cause; "" if none.
 
     `interfaces` are those that each machine has, with their addresses.
     """
-    pairs: dict[tuple[str, str], list[ReachResult]] = {}
+    pairs: dict[tuple[str, str], list[wire.ReachResult]] = {}
     for name, found in results.items():
         for each in found:
             pairs.setdefault((name, each.target.node), []).append(each)
@@ -353,7 +330,7 @@ def explain(results: Mapping[str, Sequence[ReachResult]], interfaces: Mapping[st
             lines.append(gap.between())
         elif gap.failed and not gap.mutual:
             # One line for all that do not reach a place for the same reason.
-            missed.setdefault(gap.words(), []).append(_named(source))
+            missed.setdefault(gap.words(), []).append(_machine(source))
     for words, names in missed.items():
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         lines.append(f"{who} {'does' if len(names) == 1 else 'do'} not reach {words}")
@@ -368,13 +345,13 @@ class _Gap:
 
     source: str
     target: str
-    found: Sequence[ReachResult]
-    back: Sequence[ReachResult]
+    found: Sequence[wire.ReachResult]
+    back: Sequence[wire.ReachResult]
     """Empty if the other one has not tried."""
     interfaces: Mapping[str, Sequence[str]]
 
     @property
-    def failed(self) -> list[ReachResult]:
+    def failed(self) -> list[wire.ReachResult]:
         return [each for each in self.found if each.error]
 
     @property
@@ -383,26 +360,22 @@ class _Gap:
         return bool(self.back) and all(each.error == "ETIMEDOUT" for each in (*self.found, *self.back))
 
     def between(self) -> str:
-        """Return the line for two that get no answer from each other."""
         ends = f"{self.back[0].target.address}, {self.found[0].target.address}"
-        return (
-            f"{_named(self.source)} and {_named(self.target)} do not reach each other ({ends}): no answer. "
-            f"{self._silence()}"
-        )
+        both = f"{_machine(self.source)} and {_machine(self.target)}"
+        return f"{both} do not reach each other ({ends}): no answer. {self._silence()}"
 
     def words(self) -> str:
-        """Return what is not reached, the error, the likely cause and what to do."""
         first = self.failed[0]
         ports = " and ".join(str(each.target.port) for each in self.failed)
         plural = "s" if len(self.failed) > 1 else ""
         how = _WORDS.get(first.error, first.error)
         return (
-            f"{_named(self.target)} at {first.target.address}, port{plural} {ports}: {how}. {self._cause()}"
+            f"{_machine(self.target)} at {first.target.address}, port{plural} {ports}: {how}. {self._cause()}"
         )
 
     def _cause(self) -> str:
         first, errors = self.failed[0], {each.error for each in self.failed}
-        target = _named(self.target)
+        target = _machine(self.target)
         if _is_loopback(first.target.address):
             return (
                 "That is each machine's own address: correct the line of that name in /etc/hosts of "
@@ -419,7 +392,7 @@ class _Gap:
         if "ETIMEDOUT" not in errors:
             return f"A firewall of {target} rejects it. {_OPEN}"
         if self.back and not any(each.error for each in self.back):
-            return f"{target} does reach {_named(self.source)}, so a firewall of {target} drops it. {_OPEN}"
+            return f"{target} does reach {_machine(self.source)}, so a firewall of {target} drops it. {_OPEN}"
         return self._silence()
 
     def _silence(self) -> str:
@@ -430,12 +403,12 @@ class _Gap:
 
     def _have(self) -> str:
         return "; ".join(
-            f"{_named(each)} has {', '.join(self.interfaces.get(each, ())) or 'no known address'}"
+            f"{_machine(each)} has {', '.join(self.interfaces.get(each, ())) or 'no known address'}"
             for each in (self.source, self.target)
         )
 
 
-def _named(node: str) -> str:
+def _machine(node: str) -> str:
     return node or _HERE
 
 

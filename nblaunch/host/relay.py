@@ -32,38 +32,10 @@ from nblaunch.host.local_host import LocalHost
 from nblaunch.host.logs import MOST_BYTES, LogFile
 from nblaunch.host.rank_host import RankHost
 from nblaunch.host.settings import AgentSettings, Worker
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event, Placement
-from nblaunch.protocol.messages import (
-    Abort,
-    Dispatch,
-    Exited,
-    FailureRecord,
-    FromRank,
-    Hello,
-    Interrupt,
-    InterruptSeen,
-    Leave,
-    Payload,
-    Preempt,
-    Preempted,
-    Prepare,
-    Profiled,
-    Raised,
-    ReportReached,
-    ReportWhere,
-    Returned,
-    Started,
-    Stream,
-    ToRank,
-    Usage,
-    decode_to_rank,
-    encode,
-)
 
 _END_SECONDS = 5.0
-_GONE = "  its process has ended"
-# An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
-_ABORT_SECONDS = 2.0
 
 
 class NodeRelay:
@@ -77,7 +49,7 @@ class NodeRelay:
         local: LocalHost,
         send: Callable[[wire.FromNode, memoryview | bytes | None], None],
         settings: AgentSettings,
-        prepare: Callable[[Prepare], Prepare],
+        prepare: Callable[[messages.Prepare], messages.Prepare],
         *,
         code: NodeCode,
         opened: wire.OpenGroup,
@@ -104,7 +76,7 @@ class NodeRelay:
         self._directory = local.directory.make("group-")
         self._log_directory, self._private_logs = settings.log_dir, settings.private_logs
         self._outgoing, self._incoming = OutgoingTransfer(), IncomingTransfer(self._directory)
-        self._logs: dict[int, dict[Stream, LogFile]] = {}
+        self._logs: dict[int, dict[messages.Stream, LogFile]] = {}
         self._waits: list[bytes] = []
         """Messages of ranks to send with the hub's next turn, or before any other message."""
         self._clear()
@@ -117,17 +89,16 @@ class NodeRelay:
             raise
 
     def _clear(self) -> None:
-        """Have the state of an attempt whose processes are to come."""
         self._started = False
-        self._early: list[tuple[FromRank, bytes]] = []
+        self._early: list[tuple[messages.FromRank, bytes]] = []
         """Messages of ranks before the notebook knows their processes."""
-        self._tickets: dict[int, Payload] = {}
+        self._tickets: dict[int, messages.Payload] = {}
         """The payload's ticket in each rank's last job."""
-        self._claimed: dict[str, Payload | Exception] = {}
-        """What these tickets, by path, are for."""
-        self._held: dict[int, deque[ToRank]] = {}
+        self._claimed: dict[str, messages.Payload | Exception] = {}
+        """The payloads of these tickets, by path."""
+        self._held: dict[int, deque[messages.ToRank]] = {}
         """Messages that wait for each rank, behind a job whose payload is incomplete."""
-        self._whole: set[Payload] = set()
+        self._whole: set[messages.Payload] = set()
         """Tickets of held jobs whose payloads have arrived since."""
         self._saving: set[int] | None = None
         """Ranks that were ordered to save, and have not saved yet; None before the first order."""
@@ -179,7 +150,7 @@ class NodeRelay:
             case wire.AdoptRanks() if message.attempt == attempt:
                 self._go_on_as(message)
             case wire.ForRanks(ranks=ranks, data=encoded) if message.attempt == attempt:
-                to_rank = decode_to_rank(encoded, "the notebook")
+                to_rank = messages.decode_to_rank(encoded, "the notebook")
                 for rank in ranks:
                     self._order(rank, to_rank)
             case wire.MeasureRanks(wanted=wanted):
@@ -210,23 +181,23 @@ class NodeRelay:
         self._logs = {numbers[rank]: logs for rank, logs in self._logs.items()}
         self._tickets = {numbers[rank]: ticket for rank, ticket in self._tickets.items()}
 
-    def _order(self, rank: int, message: ToRank) -> None:
+    def _order(self, rank: int, message: messages.ToRank) -> None:
         """Deliver a message, unless it waits behind a job whose payload is still on its way."""
         held = self._held.get(rank)
         match message:
-            case Interrupt(number=number) if held:
+            case messages.Interrupt(number=number) if held:
                 self._take_back(rank, number)
-            case Leave() if held:
+            case messages.Leave() if held:
                 del self._held[rank]
                 self._deliver(rank, message)
-            case Abort() | ReportWhere() | ReportReached():
+            case messages.Abort() | messages.ReportWhere() | messages.ReportReached():
                 self._deliver(rank, message)
-            case Preempt():
+            case messages.Preempt():
                 self._saving = {*(self._saving or ()), rank}
                 self._deliver(rank, message)
             case _ if held:
                 held.append(message)
-            case Dispatch():
+            case messages.Dispatch():
                 self._held[rank] = deque([message])
                 self._go_on(rank)
             case _:
@@ -237,27 +208,26 @@ class NodeRelay:
         held = self._held[rank]
         while held:
             first = held[0]
-            code = first.code if isinstance(first, Dispatch) else None
+            code = first.code if isinstance(first, messages.Dispatch) else None
             if code is not None and not self._code.is_settled(code.tree):
                 self._code.when_settled(code.tree, functools.partial(self._code_is_here, rank, first))
                 return
-            if isinstance(first, Dispatch) and first.payload not in self._whole:
+            if isinstance(first, messages.Dispatch) and first.payload not in self._whole:
                 self._incoming.when_whole(first.payload, functools.partial(self._is_whole, first.payload))
                 return
             self._deliver(rank, held.popleft())
         del self._held[rank]
 
-    def _code_is_here(self, rank: int, message: ToRank) -> None:
+    def _code_is_here(self, rank: int, message: messages.ToRank) -> None:
         held = self._held.get(rank)
         if held and held[0] is message:  # the job has not been taken back
             self._go_on(rank)
 
-    def _deliver(self, rank: int, message: ToRank) -> None:
-        """Send a message to a rank, as a rank of this machine gets it."""
+    def _deliver(self, rank: int, message: messages.ToRank) -> None:
         match message:
-            case Prepare():
+            case messages.Prepare():
                 message = self._prepare(message)
-            case Dispatch():
+            case messages.Dispatch():
                 try:
                     message = self._with_payload(rank, message)
                 except (OSError, MemoryError) as error:
@@ -265,13 +235,13 @@ class NodeRelay:
                     failure = value_lost(
                         error, now, f"the node could not take over what the job needs: {error}"
                     )
-                    self._pass_on(Raised(rank=rank, failure=failure))
+                    self._pass_on(messages.Raised(rank=rank, failure=failure))
                     return
             case _:
                 pass
         self._host.send(rank, message)
 
-    def _with_payload(self, rank: int, dispatch: Dispatch) -> Dispatch:
+    def _with_payload(self, rank: int, dispatch: messages.Dispatch) -> messages.Dispatch:
         """Return a job as a rank of this machine gets it. Raises the error of incomplete data."""
         ticket, before = dispatch.payload, self._tickets.get(rank)
         self._tickets[rank] = ticket
@@ -280,7 +250,7 @@ class NodeRelay:
             self._incoming.drop(before)
             self._claimed.pop(before.path, None)
         if dispatch.code is not None:
-            dispatch = msgspec.structs.replace(dispatch, code=self._code.here(dispatch.code, self.name))
+            dispatch = msgspec.structs.replace(dispatch, code=self._code.point_view(dispatch.code, self.name))
         if ticket.inline is not None:
             return dispatch
         if ticket.path not in self._claimed:
@@ -293,7 +263,7 @@ class NodeRelay:
             raise payload
         return msgspec.structs.replace(dispatch, payload=payload)
 
-    def _is_whole(self, ticket: Payload) -> None:
+    def _is_whole(self, ticket: messages.Payload) -> None:
         self._whole.add(ticket)
         for rank in [each for each, held in self._held.items() if _waits_for(held, ticket)]:
             self._go_on(rank)
@@ -303,22 +273,21 @@ class NodeRelay:
         """End a job that the rank has not received, with the outcome of an interrupt."""
         held = self._held.pop(rank)
         dispatch = held[0]
-        if isinstance(dispatch, Dispatch) and not any(
+        if isinstance(dispatch, messages.Dispatch) and not any(
             _waits_for(each, dispatch.payload) for each in self._held.values()
         ):
             self._incoming.drop(dispatch.payload)
-        self._pass_on(InterruptSeen(rank=rank, number=number))
-        failure = FailureRecord(
+        self._pass_on(messages.InterruptSeen(rank=rank, number=number))
+        failure = messages.FailureRecord(
             type="builtins.KeyboardInterrupt",
             message="",
             traceback="KeyboardInterrupt\n",
             exception=pickle.dumps(KeyboardInterrupt()),
             time=time.time(),
         )
-        self._pass_on(Raised(rank=rank, failure=failure))
+        self._pass_on(messages.Raised(rank=rank, failure=failure))
 
     def flush(self) -> None:
-        """Send the ranks' messages since the last turn."""
         if self._waits:
             data, self._waits = tuple(self._waits), []
             self._to_notebook(wire.RankMessages(group=self.name, attempt=self._host.attempt, data=data), None)
@@ -329,20 +298,20 @@ class NodeRelay:
 
     # --- from the host ---------------------------------------------------------------------------
 
-    def receive(self, message: FromRank, data: bytes) -> None:
+    def receive(self, message: messages.FromRank, data: bytes) -> None:
         """Send a rank's message on, after the output that came before it."""
-        if isinstance(message, Preempted):
+        if isinstance(message, messages.Preempted):
             self._has_saved(message.rank)
         if self._started:
             self._pass_on(message, data)
         else:
             self._early.append((message, data))
 
-    def _pass_on(self, message: FromRank, data: bytes | None = None) -> None:
-        """Send a message of a rank to the notebook; `data` is what the rank has sent."""
+    def _pass_on(self, message: messages.FromRank, data: bytes | None = None) -> None:
+        """Send a message of a rank to the notebook; `data` are its bytes, if it is unchanged."""
         self._send_logs(message.rank)
         sent = self._translated(message)
-        if isinstance(sent, Returned | Profiled):
+        if isinstance(sent, messages.Returned | messages.Profiled):
             try:
                 ticket, pieces = self._outgoing.pieces(payload_of(sent))
             except OSError:
@@ -350,16 +319,16 @@ class NodeRelay:
             for piece, part in pieces:
                 self._send(msgspec.structs.replace(piece, group=self.name), part)
             sent = with_payload(sent, ticket)
-        self._waits.append(data if data is not None and sent is message else encode(sent))
+        self._waits.append(data if data is not None and sent is message else messages.encode(sent))
 
-    def _translated(self, message: FromRank) -> FromRank:
+    def _translated(self, message: messages.FromRank) -> messages.FromRank:
         """Return a message with the notebook's name for this node, and times of the notebook's clock."""
         match message:
-            case Hello():
+            case messages.Hello():
                 return msgspec.structs.replace(message, node=self._node)
-            case Started() | Returned() if self._clock:
+            case messages.Started() | messages.Returned() if self._clock:
                 return msgspec.structs.replace(message, time=message.time + self._clock)
-            case Raised(failure=failure) if self._clock:
+            case messages.Raised(failure=failure) if self._clock:
                 failure = msgspec.structs.replace(failure, time=failure.time + self._clock)
                 return msgspec.structs.replace(message, failure=failure)
             case _:
@@ -370,12 +339,10 @@ class NodeRelay:
             self._saving = self._saving - {rank}
 
     def send_output(self) -> None:
-        """Send the ranks' new output."""
         for rank in self._logs:
             self._send_logs(rank)
 
     def lost(self, error: Exception) -> None:
-        """End: no message of a rank arrives any more."""
         self.stop(f"the ranks' socket broke: {error}")
 
     def _send_logs(self, rank: int) -> None:
@@ -399,11 +366,13 @@ class NodeRelay:
         self._clear()
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
-        """Report the processes, and then what the first of them have sent meanwhile."""
         records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
         self._send(wire.Workers(group=self.name, attempt=number, workers=records))
         self._logs = {
-            each.rank: {Stream.STDOUT: LogFile(each.stdout), Stream.STDERR: LogFile(each.stderr)}
+            each.rank: {
+                messages.Stream.STDOUT: LogFile(each.stdout),
+                messages.Stream.STDERR: LogFile(each.stderr),
+            }
             for each in workers
         }
         self._started = True
@@ -411,23 +380,19 @@ class NodeRelay:
         for message, data in early:
             self._pass_on(message, data)
 
-    def rank_gone(self, exited: Exited) -> None:
-        """Report the exit, after all that the rank has printed."""
+    def rank_gone(self, exited: messages.Exited) -> None:
         self._send_logs(exited.rank)
         self._send(wire.Gone(group=self.name, attempt=self._host.attempt, exited=exited))
         self._has_saved(exited.rank)
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:  # noqa: ARG002 - the notebook knows them
-        """Report it."""
         self._send(wire.OthersStopped(group=self.name))
 
-    def measured(self, usages: Mapping[int, Usage]) -> None:
-        """Report a measurement."""
+    def measured(self, usages: Mapping[int, messages.Usage]) -> None:
         used = wire.RanksMeasured(group=self.name, attempt=self._host.attempt, usages=dict(usages))
         self._send(used)
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
-        """Report the stacks of ranks that do not answer."""
         for rank, text in stacks.items():
             self._send(wire.Dumped(group=self.name, rank=rank, text=text))
 
@@ -457,23 +422,20 @@ class NodeRelay:
         self._logs = {}
 
 
-def _waits_for(held: deque[ToRank], ticket: Payload) -> bool:
-    """Whether the first of these messages is a job with this payload."""
+def _waits_for(held: deque[messages.ToRank], ticket: messages.Payload) -> bool:
     first = held[0] if held else None
-    return isinstance(first, Dispatch) and first.payload == ticket
+    return isinstance(first, messages.Dispatch) and first.payload == ticket
 
 
 def send_to_notebook(
     socket: zmq.Socket[bytes], message: wire.FromNode, data: memoryview | bytes | None = None
 ) -> None:
-    """Send a message, with its bytes."""
     frames = [wire.encode(message), *([] if data is None else [data])]
     with contextlib.suppress(zmq.ZMQError):  # the connection has ended, and this node ends with it
         socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)
 
 
 def orders_of(socket: zmq.Socket[bytes]) -> Iterator[tuple[wire.ToNode, memoryview]]:
-    """Yield what the notebook has sent, each with its bytes."""
     while socket.poll(0):
         frames = socket.recv_multipart(copy=False)
         yield (
@@ -482,7 +444,9 @@ def orders_of(socket: zmq.Socket[bytes]) -> Iterator[tuple[wire.ToNode, memoryvi
         )
 
 
-def of_this_machine(prepare: Prepare, env: Mapping[str, str], placement: Placement, cwd: bytes) -> Prepare:
+def of_this_machine(
+    prepare: messages.Prepare, env: Mapping[str, str], placement: Placement, cwd: bytes
+) -> messages.Prepare:
     """Return a `Prepare` with this machine's environment and path, for ranks in `cwd`."""
     return msgspec.structs.replace(
         prepare,

@@ -201,9 +201,8 @@ def refuse_taken(rdzv: RendezvousConfig) -> None:
         raise OptionError(msg, kind=FailureKind.PORT) from error
 
 
-def network_variables(rdzv: RendezvousConfig, environ: Container[str]) -> dict[str, str]:
+def network_variables(address: str, environ: Container[str]) -> dict[str, str]:
     """Return what keeps gloo and NCCL on the network of the nodes; a variable in `environ` is the user's."""
-    address = rdzv.local_addr
     if address.startswith(_LOOPBACK_NETWORK) or address == "::1":
         return {}
     interfaces = psutil.net_if_addrs().items()
@@ -213,7 +212,6 @@ def network_variables(rdzv: RendezvousConfig, environ: Container[str]) -> dict[s
 
 
 def _own_address(host: str, port: int) -> str:
-    """Return the address from which this machine reaches `host`."""
     try:
         family, *_, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -348,7 +346,6 @@ def _alone(port: int) -> range:
 
 
 def connect_store(rdzv: RendezvousConfig) -> dist.TCPStore:
-    """Connect to a store that another node hosts."""
     _wait_for_port(rdzv.host, rdzv.port, _STORE_SECONDS, threading.Event())
     seconds = timedelta(seconds=_STORE_SECONDS)
     return dist.TCPStore(host_name=rdzv.host, port=rdzv.port, is_master=False, timeout=seconds)
@@ -397,12 +394,11 @@ def read_listener(rdzv: RendezvousConfig, run_id: str, stopped: threading.Event)
 
 
 def _listener_key(run_id: str) -> str:
-    """Return under which name the store has the address of the notebook's listener."""
     return f"nblaunch/{run_id}/gate"
 
 
 class _EtcdEntry:
-    """What the notebook publishes in an etcd server: its listener's address, and the name of the rendezvous.
+    """The notebook's entry in an etcd server: its listener's address, and the name of the rendezvous.
 
     The entry is signed with the run's key, so nobody else can direct nodes to another address.
     """
@@ -418,7 +414,6 @@ class _EtcdEntry:
         self._text = json.dumps({**entry, "code": self._code(entry)})
 
     def publish(self) -> None:
-        """Publish the name of this rendezvous."""
         with _etcd_errors(self._rdzv):
             self._client.write(self._path, self._text)
 
@@ -495,7 +490,6 @@ def _parameters(rdzv: RendezvousConfig, name: str, conf: dict[str, str]) -> Rend
 
 @contextlib.contextmanager
 def _etcd_errors(rdzv: RendezvousConfig) -> Iterator[None]:
-    """Turn errors of the etcd client into `LaunchError`."""
     import etcd
 
     try:
@@ -527,8 +521,7 @@ def make_rendezvous(
 ) -> LoopbackRendezvous | NodesRendezvous | StaticRendezvous | EtcdRendezvous:
     """Return the rendezvous of the settings; it gives up waiting once `stopped` is set.
 
-    Beside torch's methods, each has `post_attempt` and `read_attempt` for the number of an attempt, which the
-    notebook's node decides. Raises `LaunchError` if the store can be neither hosted nor reached.
+    Raises `LaunchError` if the store can be neither hosted nor reached.
     """
     rdzv = settings.rdzv
     if rdzv is None:
@@ -540,7 +533,7 @@ def make_rendezvous(
         store.set(_listener_key(settings.run_id), json.dumps({"gate": rdzv.listener}))
     if rdzv.backend == "static":
         return StaticRendezvous(rdzv, settings.run_id, store)
-    backend = _Signed(store, settings.run_id, rdzv.key, stopped)
+    backend = _SignedState(C10dRendezvousBackend(store, settings.run_id), rdzv.key, stopped)
     return NodesRendezvous.at(rdzv, settings.run_id, store, backend)
 
 
@@ -624,13 +617,6 @@ class LoopbackRendezvous(_Handler):
     def _free_port(self, announced: int) -> int:  # noqa: ARG002 - no other node knows it
         return 0
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Do nothing: no other node reads it."""
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Never called: a single node decides by itself."""
-        raise NotImplementedError
-
 
 class _SignedState(RendezvousBackend):
     """Signs the state that torch keeps in its backend; `stopped` ends `waiting_thread`'s wait for it."""
@@ -643,7 +629,6 @@ class _SignedState(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """Return torch's name for the backend."""
         return str(self._backend.name)
 
     def get_state(self) -> Any:
@@ -655,7 +640,6 @@ class _SignedState(RendezvousBackend):
         return None if found is None else (self._opened(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
-        """Store the state with its code."""
         found = self._backend.set_state(hmac.digest(self._secret, state, "sha256") + state, token)
         return None if found is None else (self._opened(found[0]), *found[1:])
 
@@ -667,14 +651,21 @@ class _SignedState(RendezvousBackend):
         return state
 
 
-class _Signed(_SignedState):
-    """The signed state of a c10d rendezvous."""
+class AttemptNumbers:
+    """The number of each attempt, which the notebook's node decides, in the store of its round."""
 
-    def __init__(self, store: dist.Store, run_id: str, key: bytes, stopped: threading.Event) -> None:
-        super().__init__(C10dRendezvousBackend(store, run_id), key, stopped)
+    def _attempt_key(self) -> str:
+        return "nblaunch/attempt"
+
+    def post_attempt(self, store: dist.Store, attempt: int) -> None:
+        store.set(self._attempt_key(), str(attempt))
+
+    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
+        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
+        return int(_wait_for(store, self._attempt_key(), stopped))
 
 
-class NodesRendezvous(_Handler):
+class NodesRendezvous(AttemptNumbers, _Handler):
     """A c10d or etcd-v2 rendezvous of several nodes at an endpoint."""
 
     rdzv: RendezvousConfig
@@ -728,14 +719,6 @@ class NodesRendezvous(_Handler):
         """Return how many nodes wait to join; 0 except for the notebook's agent, which acts for all."""
         return int(super().num_nodes_waiting()) if self.rdzv.hosting else 0
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Publish the number of the attempt, in the store of this round."""
-        store.set(_ATTEMPT_KEY, str(attempt))
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
-        return _wait_for_attempt(store, _ATTEMPT_KEY, stopped)
-
     def shutdown(self) -> bool:
         """Close the rendezvous, if this is the notebook's node; another one only leaves."""
         if self._entry is not None:
@@ -750,17 +733,16 @@ class NodesRendezvous(_Handler):
         return True
 
 
-class StaticRendezvous(StaticTCPRendezvous):
+class StaticRendezvous(AttemptNumbers, StaticTCPRendezvous):
     """torch's static rendezvous, over a store that listens on the address of node 0 only."""
 
     def __init__(self, rdzv: RendezvousConfig, run_id: str, store: dist.TCPStore) -> None:
-        """Join as node `rdzv.node_rank`."""
         seconds = int(dict(rdzv.conf).get("timeout", _JOIN_SECONDS))
         super().__init__(rdzv.host, store.port, rdzv.node_rank, rdzv.most, run_id, seconds)
         store.set_timeout(timedelta(seconds=seconds))
         self._store = store
         self._hosting = rdzv.hosting
-        self._posted = self._read = 0
+        self._rounds = 0
 
     def next_rendezvous(self) -> Any:
         """Join the rendezvous, in a store without what NCCL's watchdog noted in an earlier attempt."""
@@ -768,23 +750,17 @@ class StaticRendezvous(StaticTCPRendezvous):
             self._store.delete_key(_NCCL_TIMED_OUT)
         return super().next_rendezvous()
 
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Publish the number of the attempt, under a name for each round: the store stays the same."""
-        self._posted += 1
-        store.set(f"nblaunch/attempt/{self._posted}", str(attempt))
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
-        self._read += 1
-        return _wait_for_attempt(store, f"nblaunch/attempt/{self._read}", stopped)
+    def _attempt_key(self) -> str:
+        # The store stays the same, and each node asks once in a round.
+        self._rounds += 1
+        return f"nblaunch/attempt/{self._rounds}"
 
     def shutdown(self) -> bool:
-        """Refer to the store no more."""
         self._store = None
         return True
 
 
-class EtcdRendezvous(RendezvousHandler):
+class EtcdRendezvous(AttemptNumbers, RendezvousHandler):
     """torch's older etcd rendezvous; the ranks' store listens only on this run's address."""
 
     use_agent_store = True
@@ -811,7 +787,6 @@ class EtcdRendezvous(RendezvousHandler):
             self._handler: Any = create_rdzv_handler(_parameters(rdzv, name, conf))
 
     def get_backend(self) -> str:
-        """Return torch's name for the backend."""
         return "etcd"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -848,11 +823,9 @@ class EtcdRendezvous(RendezvousHandler):
         return done
 
     def is_closed(self) -> bool:
-        """Return whether the rendezvous is over."""
         return bool(self._handler.is_closed())
 
     def set_closed(self) -> None:
-        """Close the rendezvous."""
         self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
@@ -860,16 +833,7 @@ class EtcdRendezvous(RendezvousHandler):
         return int(self._handler.num_nodes_waiting()) if self._rdzv.hosting else 0
 
     def get_run_id(self) -> str:
-        """Return the name of the nodes' rendezvous."""
         return self._name
-
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Publish the number of the attempt, in the store of this round."""
-        store.set(_ATTEMPT_KEY, str(attempt))
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
-        return _wait_for_attempt(store, _ATTEMPT_KEY, stopped)
 
     def shutdown(self) -> bool:
         """End the ranks' store; on the notebook's node, close the rendezvous."""
@@ -886,12 +850,7 @@ def _came_too_late(rdzv: RendezvousConfig) -> str:
     )
 
 
-_ATTEMPT_KEY = "nblaunch/attempt"
 _STORE_KEY = "nblaunch/store"
-
-
-def _wait_for_attempt(store: dist.Store, key: str, stopped: threading.Event) -> int:
-    return int(_wait_for(store, key, stopped))
 
 
 def _wait_for(store: dist.Store, key: str, stopped: threading.Event) -> bytes:

@@ -12,8 +12,8 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Caller, Event
 
 
-class AgentEvents(Protocol):
-    """The agent's events; called on the agent's thread."""
+class AttemptEvents(Protocol):
+    """The events of an agent that a host passes on."""
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
         """Handle the start of an attempt: its first rank may connect before its last one is forked."""
@@ -21,23 +21,27 @@ class AgentEvents(Protocol):
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Handle the end of forking: all processes are there."""
 
-    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Handle a process's exit; `expected` if the agent itself stopped it, `reason` if known."""
-
     def membership_changing(self) -> None:
         """Handle a membership change: all ranks are about to be restarted."""
+
+    def recorded(self, event: Event) -> None:
+        """Handle an event of torchelastic; called on any of the agent's threads."""
+
+    def agent_ended(self, error: BaseException | None) -> None:
+        """Handle the agent's end, on its thread; `error` is set if it failed."""
+
+
+class AgentEvents(AttemptEvents, Protocol):
+    """The agent's events; called on the agent's thread."""
+
+    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
+        """Handle a process's exit; `expected` if the agent itself stopped it, `reason` if known."""
 
     def ranks_ending(self) -> None:
         """Handle the end of an attempt: ranks that are still alive are about to be signalled."""
 
     def others_stopped(self) -> None:
         """Handle the exit of the ranks that were still at work."""
-
-    def recorded(self, event: Event) -> None:
-        """Handle an event of torchelastic; called on any of the agent's threads."""
-
-    def agent_ended(self, error: BaseException | None) -> None:
-        """Handle the agent's end; `error` is set if it failed."""
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -61,10 +65,6 @@ class ProcessSettings:
     """The pipe for the ranks' timers; None: a private one, if there is a watchdog."""
     environ: tuple[bytes, ...] = field(default=(), repr=False)
     """`NAME=VALUE` for ranks that are new Pythons, which read some of it when they start."""
-
-
-DIRECTED = "directed"
-"""The backend of a rendezvous that the runtime decides; torch's handlers decide any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +100,11 @@ class AgentSettings:
     """Whether nobody has named that directory: its files are bounded, and go when no result needs them."""
     processes: ProcessSettings = field(default_factory=ProcessSettings)
     rdzv: RendezvousConfig | None = None
-    """None for a single node, and for a group whose agents are all on nodes."""
+    """torch's rendezvous; None for a single node, and where the runtime decides who takes part."""
+    directed_at: str = field(default="", kw_only=True)
+    """This node's address, if the runtime decides each rendezvous of the agent."""
     caller: Caller = field(default_factory=Caller)
 
     @property
     def nodes(self) -> bool:
-        """Whether there may be other nodes than this process."""
         return self.rdzv is not None or self.options.on is not None
-
-    @property
-    def directed(self) -> bool:
-        """Whether the runtime decides each rendezvous of this agent."""
-        return self.rdzv is not None and self.rdzv.backend == DIRECTED

@@ -36,14 +36,9 @@ _YOUNG_SECONDS = 5.0
 def measuring(
     state: Callable[[], RunState],
     report: Callable[[Measured], None],
-    *,
-    wanted: bool,
     seen: SeenGpus | None = None,
 ) -> Iterator[None]:
     """Measure the ranks of `state()` that have a process here; calls `report` on another thread."""
-    if not wanted:
-        yield
-        return
     ended = threading.Event()
     arguments = (state, report, ended, seen)
     threading.Thread(target=_measure, args=arguments, name="nblaunch-usage", daemon=True).start()
@@ -110,7 +105,7 @@ class Meter:
         except (psutil.Error, OSError):
             self._known.pop(pid, None)
             return None
-        gpu = self.gpus.of(pid, device, local_rank)
+        gpu = self.gpus.usage(pid, device, local_rank)
         # In whole percents: a rank that waits looks the same from one second to the next, and is not redrawn.
         return Usage(
             cpu_percent=float(round(percent)),
@@ -177,8 +172,7 @@ class GpuMeter:
             nvml.nvmlInit()
             self._nvml = nvml
 
-    def of(self, pid: int, device: str, local_rank: int = 0) -> GpuUsage:
-        """Return what a process uses of its GPUs."""
+    def usage(self, pid: int, device: str, local_rank: int = 0) -> GpuUsage:
         if self._nvml is None:
             return GpuUsage()
         if self._by_pid is None:
@@ -192,11 +186,9 @@ class GpuMeter:
         return self._device(self._seen.place(int(index), local_rank))
 
     def forget(self) -> None:
-        """Ask the driver again the next time."""
         self._by_pid = None
 
     def close(self) -> None:
-        """Shut NVML down."""
         if self._nvml is not None:
             with contextlib.suppress(Exception):  # a driver that went away needs no goodbye
                 self._nvml.nvmlShutdown()
@@ -243,7 +235,6 @@ class GpuMeter:
 
 
 def alive(pid: int | None) -> bool:
-    """Return whether a process exists and has not exited."""
     try:
         return pid is not None and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -63,22 +63,30 @@ class ReachResult(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class OfGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """About one group: its name at the runtime."""
+
+    group: str
+
+
+class OfAttempt(OfGroup, frozen=True, kw_only=True):
+    """About the ranks of one attempt of a group; dropped once that attempt is abandoned."""
+
+    attempt: int
+
+
 # From a node
 
 
-class Workers(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Workers(OfAttempt, frozen=True, tag=True, kw_only=True):
     """Its ranks have been started."""
 
-    group: str
-    attempt: int
     workers: tuple[Worker, ...]
 
 
-class Wrote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Wrote(OfAttempt, frozen=True, tag=True, kw_only=True):
     """The next bytes of a rank's log file."""
 
-    group: str
-    attempt: int
     rank: int
     stream: Stream
 
@@ -96,28 +104,23 @@ class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     to: tuple[tuple[str, str], ...] = ()
 
 
-class Gone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Gone(OfAttempt, frozen=True, tag=True, kw_only=True):
     """One of its processes has ended, at a time by the node's clock."""
 
-    group: str
-    attempt: int
     exited: Exited
 
 
-class OthersStopped(msgspec.Struct, frozen=True, tag=True):
+class OthersStopped(OfGroup, frozen=True, tag=True):
     """Its ranks that were still at work have exited."""
-
-    group: str
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The node asks the run to go on without it, and waits for its release."""
 
 
-class NodeEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class NodeEnded(OfGroup, frozen=True, tag=True, kw_only=True):
     """Its ranks and agent of a group have ended; `error` is the reason, if the runtime does not know it."""
 
-    group: str
     error: str = ""
 
 
@@ -138,46 +141,39 @@ class Arriving(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     version: int = PROTOCOL_VERSION
 
 
-class AwaitingRendezvous(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class AwaitingRendezvous(OfGroup, frozen=True, tag=True, kw_only=True):
     """Its agent waits for the next rendezvous; `after` is the previous attempt, -1 if there was none."""
 
-    group: str
     after: int = -1
     error: str = ""
 
 
-class RankMessages(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RankMessages(OfAttempt, frozen=True, tag=True, kw_only=True):
     """Messages of its ranks, in the order in which they were sent."""
 
-    group: str
-    attempt: int
     data: tuple[bytes, ...]
 
 
-class RanksMeasured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RanksMeasured(OfAttempt, frozen=True, tag=True, kw_only=True):
     """A measurement of its ranks, by rank."""
 
-    group: str
-    attempt: int
     usages: dict[int, Usage]
 
 
-class Notice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class NodeEnding(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine is about to end this node, in `seconds` unless it reports another time; `words` say why.
 
     With `leaves` the node asks to leave once its ranks have saved.
     """
 
-    kind: Literal["preempt"] = "preempt"
     seconds: float = 0.0
     words: str = ""
     leaves: bool = False
 
 
-class Dumped(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Dumped(OfGroup, frozen=True, tag=True, kw_only=True):
     """The stack, written by faulthandler, of a rank that does not answer; or that its process is stopped."""
 
-    group: str
     rank: int
     text: str
 
@@ -198,17 +194,15 @@ class Reachable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     results: tuple[ReachResult, ...]
 
 
-class PieceLost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PieceLost(OfGroup, frozen=True, tag=True, kw_only=True):
     """A node to which it forwards pieces of this payload is gone."""
 
-    group: str
     number: int
 
 
-class PieceTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PieceTaken(OfGroup, frozen=True, tag=True, kw_only=True):
     """Acknowledges the piece at `offset`: more pieces may be sent."""
 
-    group: str
     number: int
     offset: int
 
@@ -229,19 +223,15 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Release(OfAttempt, frozen=True, tag=True, kw_only=True):
     """Release the ranks, and stop the `others`."""
 
-    group: str
-    attempt: int
     succeeded: bool
     others: tuple[int, ...]
 
 
-class SkipGrace(msgspec.Struct, frozen=True, tag=True):
+class SkipGrace(OfGroup, frozen=True, tag=True):
     """Skip what is left of the grace period."""
-
-    group: str
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
@@ -286,44 +276,33 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nodes: tuple[int, int] = (1, 1)
 
 
-class CompleteRendezvous(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class CompleteRendezvous(OfAttempt, frozen=True, tag=True, kw_only=True):
     """Complete the rendezvous: all nodes of this attempt are there.
 
     The node's first rank is `base_rank`. `store` is the address of the ranks' store, on the notebook's
     machine.
     """
 
-    group: str
-    attempt: int
     node_rank: int
     node_count: int
     base_rank: int
     world_size: int
     store: tuple[str, int]
-    reason: str
 
 
-class ForRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class ForRanks(OfAttempt, frozen=True, tag=True, kw_only=True):
     """A message for some of its ranks."""
 
-    group: str
-    attempt: int
     ranks: tuple[int, ...]
     data: bytes
 
 
-class Restart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Restart(OfAttempt, frozen=True, tag=True, kw_only=True):
     """End the ranks of this attempt, and wait for the next rendezvous."""
 
-    group: str
-    attempt: int
 
-
-class EndGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class EndGroup(OfGroup, frozen=True, tag=True):
     """End the group: its ranks and its agent; answered by `NodeEnded`."""
-
-    group: str
-    succeeded: bool
 
 
 class OpenProbe(msgspec.Struct, frozen=True, tag=True):
@@ -336,17 +315,15 @@ class Try(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     targets: tuple[ReachTarget, ...]
 
 
-class MeasureRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class MeasureRanks(OfGroup, frozen=True, tag=True, kw_only=True):
     """Start or stop measuring the ranks; answered by `RanksMeasured` at intervals."""
 
-    group: str
     wanted: bool
 
 
-class DumpStacks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class DumpStacks(OfGroup, frozen=True, tag=True, kw_only=True):
     """Dump the stacks of these ranks, which do not answer; answered by a `Dumped` for each."""
 
-    group: str
     ranks: tuple[int, ...]
 
 
@@ -366,11 +343,9 @@ class CodeFiles(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int
 
 
-class AdoptRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class AdoptRanks(OfAttempt, frozen=True, tag=True, kw_only=True):
     """The ranks of `attempt` go on in attempt `number` with new numbers, which begin at `base_rank`."""
 
-    group: str
-    attempt: int
     number: int
     node_rank: int
     node_count: int
@@ -378,10 +353,9 @@ class AdoptRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     world_size: int
 
 
-OfAttempt = Workers | RankMessages | Wrote | Gone | RanksMeasured
-"""These are about the ranks of one attempt."""
-_FromGroup = OfAttempt | OthersStopped | Dumped | Piece | PieceLost | AwaitingRendezvous | NodeEnded
-FromNode = Arriving | _FromGroup | Leaving | Notice | PieceTaken | ProbeOpen | Reachable | CodeLacking
+_OfRanks = Workers | RankMessages | Wrote | Gone | RanksMeasured
+_FromGroup = _OfRanks | OthersStopped | Dumped | Piece | PieceLost | AwaitingRendezvous | NodeEnded
+FromNode = Arriving | _FromGroup | Leaving | NodeEnding | PieceTaken | ProbeOpen | Reachable | CodeLacking
 _ToRanks = ForRanks | Release | Restart | AdoptRanks | SkipGrace | MeasureRanks | DumpStacks
 _ToGroup = _ToRanks | Piece | OpenGroup | CompleteRendezvous | EndGroup
 ToNode = Admitted | Refused | Finish | Ping | _ToGroup | OpenProbe | Try | HaveCode | CodeFiles
@@ -394,7 +368,6 @@ _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 
 
 def encode(message: FromNode | ToNode) -> bytes:
-    """Return `message` as MessagePack."""
     return _encoder.encode(message)
 
 
@@ -404,7 +377,6 @@ def decode_from_node(data: bytes) -> FromNode:
 
 
 def decode_to_node(data: bytes) -> ToNode:
-    """Return the message in `data`; raise `ProtocolError` if there is none."""
     return _decoded(_to_node, data, "the notebook")
 
 

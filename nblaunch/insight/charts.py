@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from nblaunch._budget import clipped
 from nblaunch.insight import svg
 from nblaunch.insight.curves import (
     Bucket,
@@ -138,7 +139,9 @@ def _chart(curve: Curve, steps: tuple[int, int], most: int, *, log: bool = False
         parts.append(_line(line, x, y, colour))
         parts.append(_label(f"rank {rank}", line, x, y, colour))
     if curve.not_finite is not None:
-        parts.append(_warning(not_finite_words(curve.not_finite)))
+        words = not_finite_words(curve.not_finite)
+        style = f'style="fill:{svg.COLOURS[3]}"'
+        parts.append(svg.text(_LEFT + 4, _HEIGHT - _BOTTOM - 4, words, size=10, more=style))
     return svg.document(_WIDTH, _HEIGHT, parts, label=f"{curve.name}: {in_words(curve)}")
 
 
@@ -165,8 +168,7 @@ def _scales(
 
 
 def _axes(name: str, x: _StepScale, y: _ValueScale) -> list[str]:
-    short = name if len(name) <= _NAME_CHARACTERS else f"{name[: _NAME_CHARACTERS - 1]}…"
-    parts = [svg.text(_LEFT, 13, short, size=12, more='font-weight="600"')]
+    parts = [svg.text(_LEFT, 13, clipped(name, _NAME_CHARACTERS, len), size=12, more='font-weight="600"')]
     if y.log:
         parts.append(svg.text(_LEFT - 6, 13, "log", anchor="end", size=9))
     for value in y.ticks(4):
@@ -219,7 +221,3 @@ def _label(words: str, line: Sequence[tuple[int, float]], x: _StepScale, y: _Val
     return svg.text(
         min(across, _WIDTH - _RIGHT), place, words, anchor="end", size=10, more=f'style="fill:{colour}"'
     )
-
-
-def _warning(words: str) -> str:
-    return svg.text(_LEFT + 4, _HEIGHT - _BOTTOM - 4, words, size=10, more=f'style="fill:{svg.COLOURS[3]}"')

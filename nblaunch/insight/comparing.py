@@ -26,9 +26,10 @@ from __future__ import annotations
 import math
 import pickle
 import struct
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 from nblaunch.insight.difference import Compared, Difference
 from nblaunch.protocol.reports import format_ranks
@@ -52,99 +53,17 @@ ALL: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class AskOutline:
-    """What is there, by name? An `Outline` for each; `env` asks for the surroundings as well."""
+class Ask:
+    """A question to a rank: the method of `probes.diff.Holding` that answers it, and its arguments."""
 
-    names: tuple[str, ...]
-    env: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AskRanges:
-    """The digests of entries from `start` to `stop`, each of `step` entries: a tuple of bytes."""
-
-    place: int
-    domain: tuple[int, ...]
-    start: int
-    stop: int
-    step: int
+    what: Literal[
+        "outline", "ranges", "entry", "has", "blocks", "pieces", "elements", "listing", "shown", "end"
+    ]
+    arguments: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AskEntry:
-    """An entry of a domain: an `EntryShown`, None if there are fewer."""
-
-    place: int
-    domain: tuple[int, ...]
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class AskPath:
-    """Is there an entry of this path: a bool."""
-
-    place: int
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class AskBlocks:
-    """The digests of a tensor's blocks from `start` to `stop`, each of `step` blocks: a tuple of bytes."""
-
-    entry: AskEntry
-    start: int
-    stop: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class AskPieces:
-    """For each of these blocks the digests of its pieces: a tuple of tuples of bytes."""
-
-    entry: AskEntry
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AskElements:
-    """The bytes of these pieces, counted from the start of the tensor: an `ElementBytes` for each."""
-
-    entry: AskEntry
-    pieces: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AskListing:
-    """The paths and digests of all entries: a dict."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class AskShown:
-    """What stands at these paths: a dict of texts."""
-
-    place: int
-    paths: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AskEnd:
-    """Nothing more: let go of what was read."""
-
-
-Ask = (
-    AskOutline
-    | AskRanges
-    | AskEntry
-    | AskPath
-    | AskBlocks
-    | AskPieces
-    | AskElements
-    | AskListing
-    | AskShown
-    | AskEnd
-)
+EntryPlace = tuple[int, tuple[int, ...], int]
+"""Of an entry: the number of its object, its domain, and its index there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,20 +124,19 @@ def compare(
 ) -> Generator[Round, AnswersByRank, Difference]:
     """Compare objects of some ranks. Raises `LookupError` for a name that no rank has."""
     everyone = tuple(sorted(ranks))
-    outlines = yield Round(everyone, AskOutline(tuple(names), env))
+    outlines = yield Round(everyone, Ask("outline", (tuple(names), env)))
     rows: list[Compared] = []
     for place, name in enumerate(names):
         of_name = {rank: outlines[rank][place] for rank in everyone}
         rows.append((yield from _compare_name(place, name, of_name)))
     if env:
         of_env = {rank: outlines[rank][len(names)] for rank in everyone}
-        rows += yield from _compare_surroundings(len(names), of_env)
-    yield Round(everyone, AskEnd())
+        rows += yield from _compare_surroundings(of_env)
+    yield Round(everyone, Ask("end"))
     return Difference(everyone, tuple(rows))
 
 
 def size_of(answer: object) -> int:
-    """Return how many bytes an answer takes on its way."""
     return len(pickle.dumps(answer))
 
 
@@ -266,7 +184,7 @@ def _compare_name(place: int, name: str, outlines: Mapping[int, Outline]) -> Rou
 
 
 def _notes(outlines: Mapping[int, Outline]) -> tuple[str, ...]:
-    """Return what ranks say that they left out; where not all of them say it, who does."""
+    """Return the notes on omitted parts, each with its ranks unless all ranks have it."""
     notes_by_text: dict[str, list[int]] = {}
     for rank in sorted(outlines):
         for note in outlines[rank].notes:
@@ -284,11 +202,11 @@ def _first_difference(
     """Find the first entry in which ranks differ, and say how."""
 
     def ask(start: int, stop: int, step: int) -> Ask:
-        return AskRanges(place, domain, start, stop, step)
+        return Ask("ranges", (place, domain, start, stop, step))
 
     index: int = yield from _search(tuple(classes), ask, max(counts.values()))
-    asked = AskEntry(place, domain, index)
-    entries: Mapping[int, EntryShown | None] = yield Round(tuple(classes), asked)
+    asked = (place, domain, index)
+    entries: Mapping[int, EntryShown | None] = yield Round(tuple(classes), Ask("entry", asked))
     paths = {rank: None if each is None else each.path for rank, each in entries.items()}
     if len(set(paths.values())) > 1:
         return (yield from _lacking_path(name, place, classes, paths))
@@ -306,7 +224,7 @@ def _first_difference(
 
 
 def _told_apart(entries: Mapping[int, EntryShown]) -> tuple[str, ...]:
-    """Return what ranks have; of what looks the same in few words, the digest too."""
+    """Return the values in words, with the digest where several look the same."""
     texts = [each.shown for each in entries.values()]
     return tuple(
         text if texts.count(text) == 1 else f"{text} (digest {each.digest.hex()[:8]})".lstrip()
@@ -316,11 +234,9 @@ def _told_apart(entries: Mapping[int, EntryShown]) -> tuple[str, ...]:
 
 def _lacking_path(name: str, place: int, classes: Classes, paths: Mapping[int, str | None]) -> Rounds:
     """Ranks list different paths: the first one that is not there on all ranks is the finding."""
-    candidates = sorted(
-        {path for path in paths.values() if path is not None}, key=lambda each: _first(paths, each)
-    )
+    candidates = [path for path in dict.fromkeys(paths[rank] for rank in sorted(paths)) if path is not None]
     for path in candidates:
-        found: AnswersByRank = yield Round(tuple(classes), AskPath(place, path))
+        found: AnswersByRank = yield Round(tuple(classes), Ask("has", (place, path)))
         if not all(found.values()):
             have = classes_of(found, classes)
             words = tuple("is there" if found[rank] else "is missing" for rank in have)
@@ -329,10 +245,6 @@ def _lacking_path(name: str, place: int, classes: Classes, paths: Mapping[int, s
     order = classes_of(paths, classes)
     words = tuple(paths[rank] or "" for rank in order)
     return Compared(name, candidates[0], "the order of parts differs", tuple(order.values()), words)
-
-
-def _first(paths: Mapping[int, str | None], path: str) -> int:
-    return min(rank for rank, each in paths.items() if each == path)
 
 
 def _search(ranks: tuple[int, ...], ask: Callable[[int, int, int], Ask], count: int) -> Rounds:
@@ -364,23 +276,23 @@ def ranges_that_differ(answers: Mapping[int, Sequence[bytes]]) -> list[int]:
 # --- within a tensor -----------------------------------------------------------------------------------
 
 
-def _compare_elements(name: str, asked: AskEntry, entry: EntryShown, classes: Classes) -> Rounds:
+def _compare_elements(name: str, asked: EntryPlace, entry: EntryShown, classes: Classes) -> Rounds:
     """Find the elements of a tensor that differ, as many as may be moved."""
     ranks = tuple(classes)
     step = max(1, -(-entry.blocks // max(FAN_OUT, _BLOCK_DIGESTS // len(ranks))))
-    digests: AnswersByRank = yield Round(ranks, AskBlocks(asked, 0, entry.blocks, step))
+    digests: AnswersByRank = yield Round(ranks, Ask("blocks", (asked, 0, entry.blocks, step)))
     blocks = ranges_that_differ(digests)
     exact = step == 1
     if blocks and not exact:
         start = blocks[0] * step
 
         def ask(first: int, stop: int, size: int) -> Ask:
-            return AskBlocks(asked, start + first, min(start + stop, entry.blocks), size)
+            return Ask("blocks", (asked, start + first, min(start + stop, entry.blocks), size))
 
         blocks = [start + (yield from _search(ranks, ask, min(step, entry.blocks - start)))]
     most = max(1, _PIECE_BLOCKS // len(ranks))
     exact, chosen = exact and len(blocks) <= most, _spread(blocks, most)
-    pieces: AnswersByRank = yield Round(ranks, AskPieces(asked, tuple(chosen)))
+    pieces: AnswersByRank = yield Round(ranks, Ask("pieces", (asked, tuple(chosen))))
     differing = [
         block * PIECES + piece
         for place, block in enumerate(chosen)
@@ -388,7 +300,7 @@ def _compare_elements(name: str, asked: AskEntry, entry: EntryShown, classes: Cl
     ]
     most = max(1, _ELEMENT_BYTES // (PIECE_BYTES * len(ranks)))
     exact, chosen = exact and len(differing) <= most, _spread(differing, most)
-    elements: AnswersByRank = yield Round(ranks, AskElements(asked, tuple(chosen)))
+    elements: AnswersByRank = yield Round(ranks, Ask("elements", (asked, tuple(chosen))))
     found = _ElementsFound(entry)
     for place, piece in enumerate(chosen):
         found.compare(piece, {rank: each[place] for rank, each in elements.items()})
@@ -419,47 +331,35 @@ class _ElementsFound:
 
     def compare(self, piece: int, answers: Mapping[int, ElementBytes]) -> None:
         """Take a piece of the tensor as each of these ranks has it."""
-        size = self._entry.size
+        size, base = self._entry.size, piece * PIECE_BYTES
         raws = [each.raw for each in answers.values()]
-        # An element that does not fit into pieces evenly is found by its bytes.
-        whole = size <= PIECE_BYTES and PIECE_BYTES % size == 0
-        base = piece * PIECE_BYTES // size
-        if not whole:
-            places = [place for place, column in enumerate(zip(*raws, strict=False)) if len(set(column)) > 1]
-            indices = sorted({(piece * PIECE_BYTES + place) // size for place in places})
-            self._count(indices, {})
+        if PIECE_BYTES % size:
+            # An element that does not fit into pieces evenly is found by its bytes.
+            columns = enumerate(zip(*raws, strict=False), base)
+            self._count(sorted({place // size for place, column in columns if len(set(column)) > 1}))
             return
-        count = min(map(len, raws)) // size
-        places = [
-            place
-            for place in range(count)
-            if len({raw[place * size : place * size + size] for raw in raws}) > 1
-        ]
-        self._count([base + place for place in places], answers)
-        if not self._entry.code:
-            return
-        values = {rank: _values(self._entry.code, each) for rank, each in answers.items()}
-        if self.first is not None and not self.values and places:
-            self.values = {rank: _number(each[places[0]]) for rank, each in values.items()}
-        for place in places:
-            self._measure(base + place, [each[place] for each in values.values()])
+        starts = range(0, min(map(len, raws)) // size * size, size)
+        places = [start // size for start in starts if len({raw[start : start + size] for raw in raws}) > 1]
+        self._count([base // size + place for place in places])
+        values = {}
+        if self._entry.code:
+            values = {rank: _values(self._entry.code, each) for rank, each in answers.items()}
+        if places and not self.values:
+            start, most = places[0] * size, min(size, _VALUE_CHARACTERS // 2)
+            self.values = {rank: _number(each[places[0]]) for rank, each in values.items()} or {
+                rank: f"bytes {each.raw[start : start + most].hex()}" for rank, each in answers.items()
+            }
+        for place in places if values else ():
+            apart = spread_of([each[place] for each in values.values()])
+            if self.largest is None or (not math.isnan(self.largest) and not apart <= self.largest):
+                self.largest, self.largest_at = apart, base // size + place
 
-    def _count(self, indices: list[int], answers: Mapping[int, ElementBytes]) -> None:
+    def _count(self, indices: list[int]) -> None:
         self.differing += len(indices)
         if self.first is None and indices:
             self.first = indices[0]
-            if not self._entry.code and answers:
-                start = indices[0] * self._entry.size % PIECE_BYTES
-                stop = start + min(self._entry.size, _VALUE_CHARACTERS // 2)
-                self.values = {rank: f"bytes {each.raw[start:stop].hex()}" for rank, each in answers.items()}
-
-    def _measure(self, index: int, values: Sequence[Any]) -> None:
-        apart = spread_of(values)
-        if self.largest is None or (not math.isnan(self.largest) and not apart <= self.largest):
-            self.largest, self.largest_at = apart, index
 
     def row(self, name: str, classes: Classes, *, exact: bool) -> Compared:
-        """Return what was found."""
         entry, first = self._entry, self.first
         if first is None:
             # What is not read as elements (a conversion that loses bits) differs in bytes all the same.
@@ -536,17 +436,17 @@ UNSEEDED = ("random state of Python", "random state of NumPy")
 """Parts that differ on every rank where the program seeds nothing."""
 
 
-def _compare_surroundings(place: int, outlines: Mapping[int, Outline]) -> Rounds:
+def _compare_surroundings(outlines: Mapping[int, Outline]) -> Rounds:
     """Return a row for each part of the surroundings that differs, one in all if none does."""
     notes = _notes(outlines)
     classes = classes_of({rank: each.domains.get(ALL) for rank, each in outlines.items()})
     if len(classes) == 1:
         return [Compared("environment", notes=notes)]
     ranks = tuple(classes)
-    listings: AnswersByRank = yield Round(ranks, AskListing(place))
-    paths = _sorted_paths(listings.values())
-    differing = [path for path in paths if len({each.get(path) for each in listings.values()}) > 1]
-    own = [path for path in differing if path in UNSEEDED and _each_its_own(path, listings, outlines)]
+    listings: AnswersByRank = yield Round(ranks, Ask("listing"))
+    found = {path: {each.get(path) for each in listings.values()} for path in chain(*listings.values())}
+    differing = [path for path, digests in found.items() if len(digests) > 1]
+    own = [path for path in differing if path in UNSEEDED and len(found[path]) == len(outlines)]
     if own:
         # As Python and NumPy begin, unless they are seeded.
         differing = [path for path in differing if path not in own]
@@ -554,7 +454,7 @@ def _compare_surroundings(place: int, outlines: Mapping[int, Outline]) -> Rounds
     if not differing:
         return [Compared("environment", notes=notes)]
     chosen = tuple(differing[:_MOST_ROWS])
-    texts: AnswersByRank = yield Round(ranks, AskShown(place, chosen))
+    texts: AnswersByRank = yield Round(ranks, Ask("shown", (chosen,)))
     rows = []
     for path in chosen:
         groups = classes_of({rank: listings[rank].get(path) for rank in ranks}, classes)
@@ -566,14 +466,3 @@ def _compare_surroundings(place: int, outlines: Mapping[int, Outline]) -> Rounds
     if own:
         rows[-1] = replace(rows[-1], notes=(*rows[-1].notes, notes[-1]))
     return rows
-
-
-def _each_its_own(
-    path: str, listings: Mapping[int, Mapping[str, bytes]], outlines: Mapping[int, Outline]
-) -> bool:
-    return len({each.get(path) for each in listings.values()}) == len(outlines)
-
-
-def _sorted_paths(listings: Iterable[Mapping[str, bytes]]) -> list[str]:
-    """Return the paths of all, in the order of the first that has each."""
-    return list(dict.fromkeys(path for each in listings for path in each))

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from nblaunch.protocol.messages import Logged
 from nblaunch.protocol.metrics import MetricLog, points_of
+from nblaunch.protocol.reports import plural
 
 MOST_CURVES = 24
 """So many names are drawn; the table has all."""
@@ -38,7 +39,7 @@ _LEAST_RANKS = 3
 
 
 class Bucket(NamedTuple):
-    """The values of all ranks at `steps` steps from `step` on; those that are not finite are not in it."""
+    """The finite values of all ranks at `steps` steps from `step` on."""
 
     step: int
     steps: int
@@ -67,15 +68,10 @@ class Curve:
     """By rank and cell: the rank's last value there."""
     firsts: dict[int, float] = field(default_factory=dict)
     lasts: dict[int, float] = field(default_factory=dict)
-    changed: set[int] = field(default_factory=set)
-    """The cells with new values since `seen` was called."""
-    redrawn: bool = True
-    """Whether cells have gone since then."""
     not_finite: NonFinitePoint | None = None
     begins_again: bool = False
 
     def add(self, rank: int, step: int, value: float) -> None:
-        """Add a value."""
         if self.begins_again:
             self._cut(step)
         cell = step // self.width
@@ -84,7 +80,6 @@ class Curve:
             line = self.lines[rank] = {}
             self.firsts.setdefault(rank, value)
         line[cell] = self.lasts[rank] = value
-        self.changed.add(cell)
         sums = self.sums.get(cell)
         if sums is None:
             sums = self.sums[cell] = [0, 0.0, math.inf, -math.inf]
@@ -98,7 +93,7 @@ class Curve:
 
     def _cut(self, step: int) -> None:
         """Forget what is from this step on: another attempt of the run begins there."""
-        self.begins_again, self.redrawn = False, True
+        self.begins_again = False
         first = step // self.width
         self.sums = {cell: sums for cell, sums in self.sums.items() if cell < first}
         lines = {
@@ -114,7 +109,7 @@ class Curve:
         """Make two cells one until there are few enough."""
         most = min(_MOST_CELLS, max(_LEAST_CELLS, _VALUES_OF_A_CURVE // max(len(self.lines), 1)))
         while len(self.sums) > most:
-            self.width, self.redrawn = 2 * self.width, True
+            self.width *= 2
             before, self.sums = self.sums, {}
             for cell in sorted(before):
                 count, total, least, greatest = before[cell]
@@ -124,30 +119,21 @@ class Curve:
                 sums[2], sums[3] = min(sums[2], least), max(sums[3], greatest)
             for rank, line in self.lines.items():
                 self.lines[rank] = {cell // 2: line[cell] for cell in sorted(line)}
-            self.changed = {cell // 2 for cell in self.changed}
-
-    def seen(self) -> None:
-        """Have `changed` and `redrawn` begin anew."""
-        self.changed, self.redrawn = set(), False
-
-    def cell(self, number: int) -> Bucket:
-        """Return a cell; without finite values its numbers are NaN."""
-        count, total, least, greatest = self.sums[number]
-        if not count:
-            return Bucket(number * self.width, self.width, math.nan, math.nan, math.nan)
-        return Bucket(number * self.width, self.width, least, total / count, greatest)
 
     def cells(self) -> list[Bucket]:
-        """Return all cells, in the order of their steps."""
-        return [self.cell(number) for number in sorted(self.sums)]
+        """Return the values of all ranks, in the order of the steps; NaN where none is finite."""
+        return [
+            Bucket(cell * self.width, self.width, least, total / count, greatest)
+            if count
+            else Bucket(cell * self.width, self.width, math.nan, math.nan, math.nan)
+            for cell, (count, total, least, greatest) in sorted(self.sums.items())
+        ]
 
     def line(self, rank: int) -> list[tuple[int, float]]:
-        """Return a rank's values, each with its cell's first step."""
         return [(cell * self.width, value) for cell, value in sorted(self.lines.get(rank, {}).items())]
 
     @property
     def last_mean(self) -> float:
-        """The mean of the ranks' last values, as far as these are finite."""
         return _mean(self.lasts.values())
 
     @property
@@ -187,7 +173,6 @@ class Curves:
     """The curves of a run, folded from its log as that grows; used by one thread."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
         self.curves: dict[str, Curve] = {}
         self.left_out: set[str] = set()
         """Names for which there was no room."""
@@ -195,7 +180,6 @@ class Curves:
 
     @classmethod
     def of(cls, log: MetricLog) -> Curves:
-        """Return the curves of a log."""
         made = cls()
         made.update(log)
         return made
@@ -235,7 +219,7 @@ class Curves:
         return curve
 
     def shown(self) -> list[Curve]:
-        """Return the curves to draw: those that begin first come first, then by name.
+        """Return the curves to draw, ordered by first step and name.
 
         So the order does not depend on which rank was heard first.
         """
@@ -264,7 +248,8 @@ def curve_lines(curves: Curves) -> list[str]:
     shown = curves.shown()
     wide = min(max((len(each.name) for each in shown), default=0), 24)
     lines = [f"{each.name.ljust(wide)}  {in_words(each)}" for each in shown]
-    return lines + ([hidden_line(curves)] if curves.hidden else [])
+    more = [f"… {plural(curves.hidden, 'more name')} in result.metrics …"] if curves.hidden else []
+    return lines + more
 
 
 def lines_by_rank(curves: Curves) -> list[str]:
@@ -287,11 +272,6 @@ def lines_by_rank(curves: Curves) -> list[str]:
     return lines
 
 
-def hidden_line(curves: Curves) -> str:
-    """Return how many names are not drawn."""
-    return f"… {curves.hidden} more name{'s' * (curves.hidden != 1)} in result.metrics …"
-
-
 def in_words(curve: Curve) -> str:
     """Return where a curve began and ended: `2.31 -> 0.42 (mean of 8 ranks; 0.40 .. 0.45)`."""
     first, last = _mean(curve.firsts.values()), curve.last_mean
@@ -300,7 +280,10 @@ def in_words(curve: Curve) -> str:
     finite = [value for value in curve.lasts.values() if math.isfinite(value)]
     if len(ranks) > 1 and finite and min(finite) < max(finite):
         about.append(f"{number(min(finite))} .. {number(max(finite))}")
-    about += apart_words(curve)
+    apart = curve.apart()
+    about += [f"rank {rank} apart: {number(value)}" for rank, value in list(apart.items())[:_NAMED]]
+    if len(apart) > _NAMED:
+        about.append(f"{len(apart) - _NAMED} more ranks apart")
     if curve.not_finite is not None:
         about.append(not_finite_words(curve.not_finite))
     began = "" if len(curve.sums) < 2 else f"{number(first)} -> "  # noqa: PLR2004 - one point is no way
@@ -311,15 +294,7 @@ _NAMED = 4
 _LASTS = 16
 
 
-def apart_words(curve: Curve) -> list[str]:
-    """Return the ranks that are apart, each with its value; of many the first ones."""
-    apart = curve.apart()
-    words = [f"rank {rank} apart: {number(value)}" for rank, value in list(apart.items())[:_NAMED]]
-    return words + ([f"{len(apart) - _NAMED} more ranks apart"] if len(apart) > _NAMED else [])
-
-
 def not_finite_words(found: NonFinitePoint) -> str:
-    """Return where the first NaN or infinity was."""
     return f"{found.value} on rank {found.rank} at step {found.step}"
 
 
@@ -333,7 +308,6 @@ def number(value: float) -> str:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean of what is finite; the order does not matter."""
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(value / len(finite) for value in finite) if finite else math.nan
 

@@ -46,7 +46,10 @@ def merged(
         while len(unmerged) > 1:
             pairs = [unmerged[place : place + 2] for place in range(0, len(unmerged), 2)]
             unmerged = [_merge(pair[0], pair[1], ignored) if len(pair) > 1 else pair[0] for pair in pairs]
-        named = {bits: _places(bits) for bits in {bits for _, bits in unmerged[0]}}
+        named = {
+            bits: tuple(place for place in range(bits.bit_length()) if bits >> place & 1)
+            for bits in {bits for _, bits in unmerged[0]}
+        }
         found.append([(keys[key], named[bits]) for key, bits in unmerged[0]])
     return found
 
@@ -83,10 +86,6 @@ def _merge(one: _Column, other: _Column, weak: Collection[int]) -> _Column:
         result.append((key, members | other[other_place][1]))
         start, other_start = place + 1, other_place + 1
     return result + one[start:] + other[other_start:]
-
-
-def _places(bits: int) -> tuple[int, ...]:
-    return tuple(place for place in range(bits.bit_length()) if bits >> place & 1)
 
 
 def _aligned(one: Sequence[int], other: Sequence[int], weak: Collection[int]) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def clipped(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """Return what of a union lies between two moments.
+    """Return the part of a union between two moments.
 
     >>> clipped([(0, 4), (5, 7), (8, 9)], 3, 6)
     [(3, 4), (5, 6)]
@@ -50,7 +50,7 @@ def clipped(intervals: Sequence[Interval], begin: int, end: int) -> list[Interva
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return what lies in both unions.
+    """Return the intersection of two unions.
 
     >>> common([(0, 4), (6, 9)], [(3, 7)])
     [(3, 4), (6, 7)]
@@ -65,26 +65,4 @@ def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]
             first += 1
         else:
             second += 1
-    return found
-
-
-def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return what lies in the first union alone.
-
-    >>> without([(0, 9)], [(3, 4), (8, 12)])
-    [(0, 3), (4, 8)]
-    """
-    found: list[Interval] = []
-    number = 0
-    for begin, end in one:
-        while number < len(other) and other[number][1] <= begin:
-            number += 1
-        at, each = begin, number
-        while each < len(other) and other[each][0] < end:
-            if at < other[each][0]:
-                found.append((at, other[each][0]))
-            at = max(at, other[each][1])
-            each += 1
-        if at < end:
-            found.append((at, end))
     return found

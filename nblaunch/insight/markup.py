@@ -49,12 +49,10 @@ def escaped(text: str) -> str:
 
 
 def color(value: str) -> str:
-    """Return the style declarations of a text colour."""
     return f"color:{value};color:color-mix(in srgb,{value} 75%,currentcolor)"
 
 
 def pre(content: str) -> str:
-    """Return a block of preformatted text; `content` is HTML."""
     return f'<pre style="{_PRE}">{content}</pre>'
 
 
@@ -65,7 +63,6 @@ def code(text: str, *, styled: bool = True) -> str:
 
 
 def state(word: State) -> str:
-    """Return a state as a sign and a word."""
     return f'<span style="{color(STATE_COLORS[word])}">{ICONS[word]}</span> {word}'
 
 

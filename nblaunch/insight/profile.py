@@ -26,7 +26,7 @@ import msgspec
 
 from nblaunch._errors import NblaunchError
 from nblaunch._help import FailureKind
-from nblaunch.insight.intervals import Interval, clipped, common, length, merged, without
+from nblaunch.insight.intervals import Interval, clipped, common, length, merged
 from nblaunch.insight.trace import TracePart, joined, packed
 from nblaunch.protocol.messages import DEFAULT_GROUP
 from nblaunch.protocol.reports import format_ranks, plural
@@ -57,7 +57,6 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What is the same on all ranks of the group."""
         return self.group, self.sequence, self.operation
 
 
@@ -167,16 +166,20 @@ class Profile:
     """
 
     def __init__(
-        self, ranks: Mapping[int, RankProfile], traces: Mapping[int, TracePart], missing: Iterable[int] = ()
+        self,
+        ranks: Mapping[int, RankProfile],
+        traces: Mapping[int, TracePart],
+        missing: Iterable[int] = (),
+        directory: Path | None = None,
     ) -> None:
-        """`missing` are the ranks that took part and gave nothing."""
+        """`missing` are the ranks that gave nothing; `directory` is for the trace, once it is asked for."""
         self._ranks = dict(sorted(ranks.items()))
         self._traces = dict(sorted(traces.items()))
         self.missing: tuple[int, ...] = tuple(sorted(missing))
         """Ranks that have no profile: they were killed, or stopped because of another one."""
         self.steps_by, self._steps = _steps_of(self._ranks)
         """How steps were found: `step` (nblaunch.step), `collectives` that repeat, or `job`, all as one."""
-        self._matched_calls = _match_calls(self._ranks)
+        self.matched_calls = _match_calls(self._ranks)
         self.clock_error: dict[int, float | None] = {
             rank: each.clock_error for rank, each in self._ranks.items()
         }
@@ -185,11 +188,11 @@ class Profile:
         """By step: the rank that the others waited for; a step without an entry has none to speak of."""
         self.summary: tuple[RankStep, ...] = tuple(_summary(self))
         """A row for each step and rank, in this order."""
-        self.collectives: tuple[CollectiveUse, ...] = tuple(_uses(self._matched_calls))
+        self.collectives: tuple[CollectiveUse, ...] = tuple(_uses(self.matched_calls))
         """What each operation with each size took, the longest in all first."""
-        self.clock_check: ClockCheck = _checked(self._matched_calls)
+        self.clock_check: ClockCheck = _checked(self.matched_calls)
         """How well the clocks of the ranks agree."""
-        self._directory: Path | None = None
+        self._directory = directory
         self._path: Path | None = None
 
     @property
@@ -255,11 +258,6 @@ class Profile:
         path.write_bytes(joined([*self._traces.values(), packed(extra)]))
         return path
 
-    def beside(self, directory: Path | None) -> Profile:
-        """Write the trace to this directory, once it is asked for."""
-        self._directory = directory
-        return self
-
     def to_pandas(self) -> Any:
         """Return the summary as a pandas DataFrame. Raises `NblaunchError` without pandas."""
         try:
@@ -275,9 +273,9 @@ class Profile:
         own = self._ranks[rank]
         transfers, waits = [], []
         for call in own.calls:
-            last = self._matched_calls.last_entry(call)
-            turn = call.began if last is None else min(max(last, call.began), call.ended)
-            waits.append((call.began if last is None else min(call.called, call.began), turn))
+            entry = self.matched_calls.entries.get(call.key)
+            turn = call.began if entry is None else min(max(entry[0], call.began), call.ended)
+            waits.append((call.began if entry is None else min(call.called, call.began), turn))
             transfers.append((turn, call.ended))
         return {
             "compute": list(own.compute),
@@ -288,11 +286,6 @@ class Profile:
     def steps_of(self, rank: int) -> Sequence[tuple[int, int, int]]:
         """Return (number, begin, end) of a rank's steps, in nanoseconds since the epoch."""
         return self._steps.get(rank, ())
-
-    @property
-    def matched_calls(self) -> MatchedCalls:
-        """The collectives, each with the calls of all ranks."""
-        return self._matched_calls
 
     def host(self, rank: int) -> str:
         """Return the host of a rank."""
@@ -335,17 +328,7 @@ class MatchedCalls:
 
     calls: Mapping[tuple[str, int, str], Mapping[int, CollectiveCall]]
     entries: Mapping[tuple[str, int, str], tuple[int, int]] = field(default_factory=dict)
-    """Of those that end together: when the last rank entered, and which."""
-
-    def last_entry(self, call: CollectiveCall) -> int | None:
-        """Return when the last rank entered a collective; None if it does not end together."""
-        known = self.entries.get(call.key)
-        return None if known is None else known[0]
-
-    def last_rank(self, call: CollectiveCall) -> int | None:
-        """Return which rank entered last."""
-        known = self.entries.get(call.key)
-        return None if known is None else known[1]
+    """Of operations that end on all ranks together: when the last rank entered, and its number."""
 
 
 def ends_together(operation: str) -> bool:
@@ -482,13 +465,9 @@ def _summary(profile: Profile) -> Iterator[RankStep]:
 
 def _waits(profile: Profile, rank: int) -> list[tuple[int, int, int]]:
     """Return (begin, end, for whom) of a rank's waits, in order."""
-    own = [found[rank] for found in profile.matched_calls.calls.values() if rank in found]
-    waits = []
-    for call in own:
-        last, whom = profile.matched_calls.last_entry(call), profile.matched_calls.last_rank(call)
-        if last is not None and whom is not None and whom != rank and call.called < last:
-            waits.append((call.called, last, whom))
-    return sorted(waits)
+    calls, entries = profile.matched_calls.calls, profile.matched_calls.entries
+    own = [(calls[key][rank].called, *last) for key, last in entries.items() if rank in calls[key]]
+    return sorted((called, last, whom) for called, last, whom in own if whom != rank and called < last)
 
 
 def _row(  # noqa: PLR0913, PLR0917 - what a row is made of
@@ -501,7 +480,7 @@ def _row(  # noqa: PLR0913, PLR0917 - what a row is made of
 ) -> RankStep:
     compute, transfers = parts["compute"], parts["communication"]
     busy = merged([*compute, *transfers])
-    waiting = without(parts["waiting"], busy)
+    waiting = length(parts["waiting"]) - length(common(parts["waiting"], busy))
     for_whom: dict[int, int] = defaultdict(int)
     # A wait that began before the step belongs to the one before, but for its rest.
     first = max(bisect_left(waits, (between[0],)) - 1, 0)
@@ -515,9 +494,9 @@ def _row(  # noqa: PLR0913, PLR0917 - what a row is made of
         length(compute) * _NANO,
         length(transfers) * _NANO,
         length(common(compute, transfers)) * _NANO,
-        length(waiting) * _NANO,
+        waiting * _NANO,
         next((whom for whom, waited in for_whom.items() if 0 < waited == most), None),
-        (duration - length(busy) - length(waiting)) * _NANO,
+        (duration - length(busy) - waiting) * _NANO,
     )
 
 
@@ -530,13 +509,12 @@ def _stragglers(profile: Profile) -> dict[int, Straggler]:
     # has taken since; the first collective brings them together.
     starts = {rank: own[0][1] for rank in profile.ranks if (own := profile.steps_of(rank))}
     apart = len(starts) == len(profile.ranks)
-    for key, (_, entered_last) in matched_calls.entries.items():
-        calls, step = (
-            matched_calls.calls[key],
-            _step_at(profile.steps_of(entered_last), matched_calls.entries[key][0]),
-        )
-        if step is None:
+    for key, (last, entered_last) in matched_calls.entries.items():
+        calls, steps = matched_calls.calls[key], profile.steps_of(entered_last)
+        place = bisect_right(steps, last, key=lambda each: each[1]) - 1
+        if place < 0 or last > steps[place][2]:
             continue
+        step = steps[place][0]
         began = starts if apart and calls.keys() == starts.keys() else dict.fromkeys(calls, 0)
         apart = apart and began is not starts
         taken = {each: call.called - began[each] for each, call in calls.items()}
@@ -550,33 +528,13 @@ def _stragglers(profile: Profile) -> dict[int, Straggler]:
         if lengths[rank] * _NANO <= doubt:
             continue
         begin, end, call = max(by_rank[rank], key=lambda each: each[1] - each[0])
-        found[step] = Straggler(
-            step,
-            rank,
-            lengths[rank] * _NANO,
-            _named(call),
-            _before(profile.computed(rank), begin, end),
-        )
+        group = "" if call.group == DEFAULT_GROUP else f" of {call.group}"
+        busy = length(clipped(profile.computed(rank), begin, end)) * _NANO
+        rest = (end - begin) * _NANO - busy
+        before = f"{_short(rest)} outside of operators" if rest > busy else f"{_short(busy)} in operators"
+        operation = f"{call.operation} {call.sequence}{group}"
+        found[step] = Straggler(step, rank, lengths[rank] * _NANO, operation, before)
     return dict(sorted(found.items()))
-
-
-def _named(call: CollectiveCall) -> str:
-    group = "" if call.group == DEFAULT_GROUP else f" of {call.group}"
-    return f"{call.operation} {call.sequence}{group}"
-
-
-def _step_at(steps: Sequence[tuple[int, int, int]], moment: int) -> int | None:
-    place = bisect_right(steps, moment, key=lambda each: each[1]) - 1
-    return steps[place][0] if place >= 0 and moment <= steps[place][2] else None
-
-
-def _before(compute: Sequence[Interval], begin: int, end: int) -> str:
-    """Say what a rank did between two moments."""
-    busy = length(clipped(compute, begin, end)) * _NANO
-    rest = (end - begin) * _NANO - busy
-    if rest > busy:
-        return f"{_short(rest)} outside of operators"
-    return f"{_short(busy)} in operators"
 
 
 def _short(seconds: float) -> str:

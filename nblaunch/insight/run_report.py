@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
+from nblaunch._budget import clipped, shortened
 from nblaunch.insight.folding import merged
 from nblaunch.protocol.reports import format_ranks, size
 
@@ -105,29 +106,26 @@ class Redactor:
         self._pattern = re.compile("|".join(parts)) if parts else None
 
     def text(self, text: str) -> str:
-        """Return a text without the secrets."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda match: f"[value of {self._names[match[0]]}]", text)
 
     def all(self, value: Any) -> Any:
-        """Return a document without the secrets, in keys and values."""
         match value:
             case str():
                 return self.text(value)
             case Mapping():
                 return {
-                    self._key(key): each if key in _KEPT_WORDS else self.all(each)
+                    # The document's own keys are words of this module.
+                    key if key in _OWN_KEYS else self.text(key): each
+                    if key in _KEPT_WORDS
+                    else self.all(each)
                     for key, each in value.items()
                 }
             case list() | tuple():
                 return [self.all(each) for each in value]
             case _:
                 return value
-
-    def _key(self, key: str) -> str:
-        # The document's own keys are words of this module.
-        return key if key in _OWN_KEYS else self.text(key)
 
 
 _OWN_KEYS = frozenset(
@@ -185,14 +183,6 @@ class Limits:
     text: int
     line: int
     entries: int
-
-    def cut(self, text: str, limit: int = 0) -> str:
-        """Return a text without its middle if it is too long."""
-        limit = limit or self.text
-        if len(text) <= limit:
-            return text
-        half = max((limit - 30) // 2, 10)
-        return f"{text[:half]} …{len(text) - 2 * half} characters… {text[-half:]}"
 
 
 _LIMITS = (
@@ -255,9 +245,11 @@ def _cut(key: str, value: Any, limits: Limits, left_out: list[str]) -> Any:
     """Return a value of the document with its texts and lists cut; `left_out` gets what is told of it."""
     match value:
         case str():
-            return limits.cut(value, limits.line if key in _CODE_KEYS else 0)
+            return shortened(value, limits.line if key in _CODE_KEYS else limits.text, len)
         case Mapping():
-            kept = {_clipped(name, 80): _cut(name, each, limits, left_out) for name, each in value.items()}
+            kept = {
+                clipped(name, 80, len): _cut(name, each, limits, left_out) for name, each in value.items()
+            }
             kept = {name: each for name, each in kept.items() if each not in (None, "", [], {})}
             return _first_of(kept, key, limits, left_out)
         case list():
@@ -294,7 +286,7 @@ _COLUMNS_MERGED = 128
 
 
 def _output(tails: Tails, room: int) -> tuple[list[dict[str, Any]], str]:
-    """Return the last lines, as many as there is room for, and a note on those that are left out."""
+    """Return the last lines, as many as there is room for, and a note on omitted ones."""
     columns = {rank: lines for rank, lines in sorted(tails.lines.items()) if lines}
     if not columns or room <= 0:
         return [], "output: all of it; result.ranks[rank].stdout has it" if columns else ""
@@ -307,7 +299,7 @@ def _output(tails: Tails, room: int) -> tuple[list[dict[str, Any]], str]:
         count, limit = trial
         many = min(4 * count, OUTPUT_LINES)
         texts = {
-            rank: [_clipped(line, limit) for line in lines[-(many if rank in tails.first else count) :]]
+            rank: [clipped(line, limit, len) for line in lines[-(many if rank in tails.first else count) :]]
             for rank, lines in chosen.items()
         }
         return _blocks(texts, members, tails.first)
@@ -372,15 +364,11 @@ def _blocks(
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    return _clipped(format_ranks(ranks), 80)
-
-
-def _clipped(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+    return clipped(format_ranks(ranks), 80, len)
 
 
 def _cost(blocks: Sequence[Mapping[str, Any]]) -> int:
-    """Return what blocks take in the longer of the two forms."""
+    """Return the length of blocks in the longer of the two forms."""
     return max(len(_dumped(blocks)), sum(len(line) + 1 for line in _output_lines(blocks)))
 
 
@@ -392,25 +380,10 @@ def _dumped(value: Any) -> str:
 
 
 def as_json(document: Mapping[str, Any]) -> str:
-    """Return the document as JSON, a line for each key; output a line for each line."""
-    parts = []
-    for key, value in document.items():
-        parts.append(f"{_dumped(key)}: {_dumped(value)}")
-    return "{" + ",\n ".join(parts) + "}"
-
-
-_TITLES: tuple[tuple[str, str], ...] = (
-    ("hang", "Where the ranks were"),
-    ("attempts", "Attempts"),
-    ("warnings", "Warnings"),
-    ("memory", "Memory"),
-    ("metrics", "Last metrics"),
-    ("slowest_step", "Slowest step"),
-)
+    return "{" + ",\n ".join(f"{_dumped(key)}: {_dumped(value)}" for key, value in document.items()) + "}"
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """Return the document as Markdown."""
     lines = [f"# {document['outcome']}: {code(str(document.get('ran') or 'run'))}", ""]
     lines += _plain_lines(document)
     root = document.get("root_cause")
@@ -422,9 +395,9 @@ def as_markdown(document: Mapping[str, Any]) -> str:
             lines += [f"- {each['ranks']}: {code(each['reason'])}" for each in document[key]]
     if document.get("ended_because_of_it"):
         lines += ["", f"Ended because of that: {document['ended_because_of_it']}."]
-    for key, title in _TITLES:
+    for key, (title, drawn) in _SECTIONS.items():
         if document.get(key):
-            lines += ["", f"## {title}", "", *_SECTIONS[key](document[key])]
+            lines += ["", f"## {title}", "", *drawn(document[key])]
     if document.get("output"):
         lines += ["", "## Last output", "", *_output_lines(document["output"])]
     if document.get("left_out"):
@@ -499,10 +472,6 @@ def _attempt_lines(attempts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"- {each['number']}, {each['world_size']} ranks, {code(each['reason'])}{cause}"
 
 
-def _warning_lines(warnings: Sequence[str]) -> Iterator[str]:
-    yield from (f"- {code(each)}" for each in warnings)
-
-
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
     for name, figures in memory.items():
         # Of few ranks the figures of each, of many the ranks with the least and the most.
@@ -518,13 +487,13 @@ def _named_lines(values: Mapping[str, Any] | Sequence[Any]) -> Iterator[str]:
         yield f"- {code(name)}: {code(text)}" if name else f"- {code(text)}"
 
 
-_SECTIONS: Mapping[str, Callable[[Any], Iterable[str]]] = {
-    "hang": _hang_lines,
-    "attempts": _attempt_lines,
-    "warnings": _warning_lines,
-    "memory": _memory_lines,
-    "metrics": _named_lines,
-    "slowest_step": _named_lines,
+_SECTIONS: Mapping[str, tuple[str, Callable[[Any], Iterable[str]]]] = {
+    "hang": ("Where the ranks were", _hang_lines),
+    "attempts": ("Attempts", _attempt_lines),
+    "warnings": ("Warnings", _named_lines),
+    "memory": ("Memory", _memory_lines),
+    "metrics": ("Last metrics", _named_lines),
+    "slowest_step": ("Slowest step", _named_lines),
 }
 
 

@@ -41,24 +41,18 @@ def text(  # noqa: PLR0913 - a place, and how it looks
     )
 
 
-def rectangle(  # noqa: PLR0913 - a place, a size and how it looks
-    x: float, y: float, width: float, height: float, colour: str, *, title: str = ""
-) -> str:
-    """Return a filled rectangle; `title` is what a pointer over it shows."""
-    place = (
-        f'x="{coordinate(x)}" y="{coordinate(y)}" '
-        f'width="{coordinate(width)}" height="{coordinate(height)}" fill="{colour}"'
+def rectangle(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return (
+        f'<rect x="{coordinate(x)}" y="{coordinate(y)}" '
+        f'width="{coordinate(width)}" height="{coordinate(height)}" fill="{colour}"/>'
     )
-    return f"<rect {place}><title>{escaped(title)}</title></rect>" if title else f"<rect {place}/>"
 
 
-def line(  # noqa: PLR0913 - two points and how it looks
-    x1: float, y1: float, x2: float, y2: float, *, colour: str = "currentColor", faint: bool = False
-) -> str:
+def line(x1: float, y1: float, x2: float, y2: float, *, faint: bool = False) -> str:
     """Return a straight line; a `faint` one is part of a grid."""
     opacity = ' stroke-opacity="0.15"' if faint else ""
     place = f'x1="{coordinate(x1)}" y1="{coordinate(y1)}" x2="{coordinate(x2)}" y2="{coordinate(y2)}"'
-    return f'<line {place} stroke="{colour}"{opacity}/>'
+    return f'<line {place} stroke="currentColor"{opacity}/>'
 
 
 def polyline(points: Sequence[tuple[float, float]], colour: str, *, width: float = 1.5) -> str:
@@ -73,7 +67,6 @@ def polyline(points: Sequence[tuple[float, float]], colour: str, *, width: float
 
 
 def area(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], colour: str) -> str:
-    """Return the area between two lines over the same x, both from left to right."""
     around = [*upper, *reversed(lower)]
     drawn = path_data(around)
     return f'<path d="{drawn}Z" fill="{colour}" fill-opacity="0.22" stroke="none"/>' if drawn else ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from nblaunch.insight import markup, svg
 from nblaunch.insight.intervals import Interval, clipped
-from nblaunch.insight.profile import Profile, Straggler
+from nblaunch.insight.profile import Profile
 from nblaunch.protocol.reports import plural
 
 MOST_STEPS = 10
@@ -46,7 +46,8 @@ def render(profile: Profile) -> str:
 
 
 def _table(profile: Profile) -> str:
-    shown = _worst(profile)
+    late = {step: each.seconds for step, each in profile.straggler.items()}
+    shown = sorted(sorted(profile.steps, key=lambda step: (-late.get(step, 0.0), step))[:MOST_STEPS])
     if not shown:
         return ""
     # The straggler before the details: on a narrow page it is in sight.
@@ -59,25 +60,17 @@ def _table(profile: Profile) -> str:
     return f'<table style="{markup.TABLE}">{"".join(rows)}</table>{below}{note}'
 
 
-def _worst(profile: Profile) -> list[int]:
-    """Return the steps with the latest stragglers, in their order."""
-    late = {step: each.seconds for step, each in profile.straggler.items()}
-    first = sorted(profile.steps, key=lambda step: (-late.get(step, 0.0), step))
-    return sorted(first[:MOST_STEPS])
-
-
 def _cells(profile: Profile, step: int) -> tuple[str, ...]:
     rows = [row for row in profile.summary if row.step == step]
     names = ("seconds", "compute", "communication", "overlap", "waiting", "idle")
     means = (sum(getattr(row, name) for row in rows) / max(len(rows), 1) * 1e3 for name in names)
     seconds, *parts = (f"{mean:.2f}" for mean in means)
     late = profile.straggler.get(step)
-    return (str(step), seconds, _named(late) if late is not None else "", *parts)
-
-
-def _named(late: Straggler) -> str:
-    text = f"{late.seconds * 1e3:.2f} ms late at {late.operation}, after {late.before}"
-    return f"<strong>rank {late.rank}</strong> {markup.escaped(text)}"
+    straggler = ""
+    if late is not None:
+        text = f"{late.seconds * 1e3:.2f} ms late at {late.operation}, after {late.before}"
+        straggler = f"<strong>rank {late.rank}</strong> {markup.escaped(text)}"
+    return (str(step), seconds, straggler, *parts)
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:
@@ -96,24 +89,23 @@ def _drawing(profile: Profile) -> str:
         return ""
     begin = min(own[0][1] for own in marks.values())
     end = max(own[-1][2] for own in marks.values())
-    ranks = _strips(profile, list(marks), steps)
+    late = {profile.straggler[step].rank for step in steps if step in profile.straggler}
+    ranks = sorted(sorted(marks, key=lambda rank: (rank not in late, rank))[:MOST_STRIPS])
     if end <= begin:
         return ""
     height = _TOP + len(ranks) * (_STRIP + _GAP) + _BOTTOM
     parts = [*_legend(), *_axis(begin, end, height)]
-    late = {profile.straggler[step].rank for step in steps if step in profile.straggler}
     for number, rank in enumerate(ranks):
         y = _TOP + number * (_STRIP + _GAP)
         bold = 'font-weight="bold"' if rank in late else ""
         parts.append(svg.text(_LABEL - 6, y + _STRIP - 4, f"rank {rank}", anchor="end", more=bold))
         parts += _strip(profile.intervals(rank), begin, end, y)
         parts += _borders(marks[rank], begin, end, y)
-    which = ", ".join(map(str, steps))
+    title = f"Timeline of {'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
     left = len(marks) - len(ranks)
     note = f"{left} more ranks are not drawn." if left else ""
-    label = f"Timeline of {'step' if len(steps) == 1 else 'steps'} {which}: a strip for each rank"
-    caption = f"<div>Timeline of {'step' if len(steps) == 1 else 'steps'} {which}. {note}</div>"
-    return caption + svg.document(_WIDTH, height, parts, label=label)
+    drawn = svg.document(_WIDTH, height, parts, label=f"{title}: a strip for each rank")
+    return f"<div>{title}. {note}</div>{drawn}"
 
 
 def _drawn_steps(profile: Profile) -> list[int]:
@@ -125,13 +117,6 @@ def _drawn_steps(profile: Profile) -> list[int]:
     worst = max(known, key=lambda step: late.get(step, 0.0))
     first = max(min(known.index(worst) - 1, len(known) - _DRAWN_STEPS), 0)
     return known[first : first + _DRAWN_STEPS]
-
-
-def _strips(profile: Profile, ranks: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Return the ranks that are drawn: all, or the stragglers and the first ones."""
-    late = {profile.straggler[step].rank for step in steps if step in profile.straggler}
-    chosen = sorted(ranks, key=lambda rank: (rank not in late, rank))[:MOST_STRIPS]
-    return sorted(chosen)
 
 
 def _legend() -> Iterator[str]:

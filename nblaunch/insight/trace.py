@@ -27,7 +27,6 @@ class TracePart(msgspec.Struct, frozen=True):
 
 
 def packed(text: bytes) -> TracePart:
-    """Compress a part of a trace."""
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     data = packer.compress(text) + packer.flush(zlib.Z_FULL_FLUSH)
     return TracePart(data, len(text), zlib.crc32(text))

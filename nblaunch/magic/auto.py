@@ -1,6 +1,6 @@
 """`%distributed auto on`: every cell runs on the ranks of the open session, until `off`.
 
-An input transformer puts `%%distributed` above each cell that is no magic of its own. Cells that begin
+An input transformer puts `%%distributed` above each cell that is not a magic itself. Cells that begin
 with `%%local`, and lines of magics alone, stay in the notebook.
 """
 
@@ -22,7 +22,7 @@ _LOCAL = re.compile(r"%%local\s*$")
 
 
 class _AutoState:
-    """What IPython's events have told of the cell that runs, and whether it got the magic."""
+    """The cell that runs, as IPython's events report it, and whether it got the magic."""
 
     suspended = False
     inserted = False
@@ -39,7 +39,6 @@ _state = _AutoState()
 
 
 def on() -> bool:
-    """Whether `%distributed auto on` holds."""
     running = _notebook.shell()
     return running is not None and transform in running.input_transformers_cleanup
 
@@ -67,7 +66,6 @@ def suspended() -> Iterator[None]:
 
 
 def transform(lines: list[str]) -> list[str]:
-    """Put the magic above a cell's lines."""
     _state.inserted = _state.inserted and _state.suspended
     first = next((line for line in lines if line.strip()), "")
     if not first or _state.suspended or _state.running or not sessions.opened() or _is_in_the_background():
@@ -130,7 +128,6 @@ def _on_end() -> None:
 
 
 def switch(line: str) -> str:
-    """Switch `auto` on or off; return what the line shows."""
     running = _notebook.shell()
     word = line.strip()
     if running is None or word not in ("on", "off"):

@@ -38,7 +38,7 @@ Namespace = dict[str, Any]
 def perform_job(
     perform: Perform, options: LaunchOptions, shell: Any, claim: Callable[[], object] = lambda: None
 ) -> Handle | None:
-    """Run a job that a line asks for, and hand its result to the notebook; its error is raised last."""
+    """Run a job, hand its result to the notebook, and raise its error last."""
     if options.background:
         handle = Handle(perform, claim=claim)
         if options.out is not None:
@@ -68,7 +68,6 @@ def show_result(result: RunResult, shell: Any) -> None:
 
 
 def _run(line: str, _: Namespace) -> object:
-    """Run the script of a line `[options] script [arguments]` on fresh ranks, as torchrun runs it."""
     # Before the line's own options: of an option given twice the last counts.
     parsed = parse_line(f"--no-init {line}", script=True)
     if parsed.help_wanted:
@@ -118,7 +117,6 @@ def _script_completions(text_so_far: str) -> list[str]:
 
 
 def _files(word: str) -> list[str]:
-    """Return the files and directories whose path begins with `word`."""
     directory, _, start = word.rpartition("/")
     searched = Path(f"{directory}/" if "/" in word else ".").expanduser()
     try:
@@ -139,7 +137,6 @@ class PlainText(str):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        """Return the text itself."""
         return str(self)
 
 
@@ -292,7 +289,6 @@ _ENV = "--env"
 
 
 def _diff(line: str, _: Namespace) -> Difference:
-    """Compare variables of a session's ranks, and with --env what these run in."""
     words = split_words(line)
     env = _ENV in words
     others = " ".join(word for word in words if word != _ENV)

@@ -1,4 +1,4 @@
-"""What the Tab key offers that depends on this notebook: open sessions, hosts of an allocation, variables."""
+"""Completions that depend on this notebook: open sessions, hosts of an allocation, variables."""
 
 from __future__ import annotations
 
@@ -68,6 +68,5 @@ def names_on_ranks(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def names_here() -> list[str]:
-    """Return the variables of the notebook that a user has made."""
     names = _notebook.namespace() or {}
     return sorted(name for name in names if not name.startswith("_") and name not in _OF_IPYTHON)

@@ -43,7 +43,6 @@ class Ran:
 
     @property
     def cell(self) -> Cell:
-        """The cell, for `write`."""
         return Cell(self.source, _title(self.number))
 
 
@@ -54,7 +53,6 @@ _ran: dict[int, Ran] = {}
 def about_to_run(
     number: int, source: str, options: LaunchOptions, placement: Placement, session: LiveSession | None
 ) -> Ran:
-    """Return what `remember` keeps of a cell."""
     kept = None
     if session is not None:
         kept = (weakref.ref(session), session.attempt)
@@ -63,7 +61,6 @@ def about_to_run(
 
 
 def remember(ran: Ran) -> None:
-    """Remember a cell that runs, as the last one."""
     _ran.pop(ran.number, None)
     _ran[ran.number] = ran
 
@@ -267,11 +264,10 @@ def _report(script: ExportedScript, target: Path, command_line: str) -> str:
 
 def _local_modules(text: str) -> list[str]:
     """Return the modules that a script imports from the notebook's directory."""
+    here = Path.cwd()
     roots = {each.module.partition(".")[0] for node in ast.walk(ast.parse(text)) for each in imports_in(node)}
     places = {root: getattr(sys.modules.get(root), "__file__", None) for root in roots}
-    return sorted(root for root, place in places.items() if place and _is_here(Path(place)))
-
-
-def _is_here(file: Path) -> bool:
-    directory = file.parent.parent if file.name == "__init__.py" else file.parent
-    return directory.resolve() == Path.cwd()
+    files = {root: Path(place) for root, place in places.items() if place}
+    return sorted(
+        root for root, file in files.items() if file.parents[file.name == "__init__.py"].resolve() == here
+    )

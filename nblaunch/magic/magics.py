@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -18,7 +17,7 @@ from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 from nblaunch._results import Handle, Perform
 from nblaunch.capture.capture import RANK_NAMES, capture_cell
-from nblaunch.capture.names import cell_names
+from nblaunch.capture.names import CellNames, cell_names
 from nblaunch.client.knowledge import own_name_notice
 from nblaunch.client.preparation import ClientJob, RankPayload, fresh_job, refuse_inside_rank
 from nblaunch.client.run import run_fresh
@@ -28,8 +27,6 @@ from nblaunch.options.command_line import option_completions, options_help, opti
 from nblaunch.options.launch import LaunchOptions, refuse_session_options
 from nblaunch.protocol.messages import CellJob
 from nblaunch.view.display import view_of
-
-T = TypeVar("T")
 
 
 @magics_class
@@ -87,11 +84,8 @@ class DistributedMagics(Magics):
         else:
             placement = session.placement
             sessions.check_cell_options(session, options)
-            perform = self._captured(
-                work,
-                lambda plain, transform: session.prepare_cell(
-                    work, plain, self.shell.user_ns, transform, ranks=options.ranks, options=options
-                ),
+            perform = session.prepare_cell(
+                work, self._names_in(work), self.shell.user_ns, ranks=options.ranks, options=options
             )
         ran = export.about_to_run(number, cell, options, placement, session)
         if options.export is not None:
@@ -101,10 +95,7 @@ class DistributedMagics(Magics):
         return perform_job(perform, options, self.shell, claim)
 
     def _prepare_fresh(self, work: CellJob, job: ClientJob) -> Perform:
-        """Prepare a run on fresh ranks; raises all that can be wrong with it."""
-        captured = self._captured(
-            work, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
-        )
+        captured = capture_cell(self._names_in(work), self.shell.user_ns)
         reached = captured.used | captured.packed.carried.keys()
         job.payloads = (RankPayload(captured),)
         job.notices = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
@@ -124,12 +115,12 @@ class DistributedMagics(Magics):
         filename: str = self.shell.compile.cache(source, number, raw_code=source)
         return filename, _notebook.title_of(filename)
 
-    def _captured(self, work: CellJob, capture: Callable[[str, Callable[[str], str]], T]) -> T:
-        """Capture what the cell uses; a `SyntaxError` in it names the cell's own line."""
+    def _names_in(self, work: CellJob) -> CellNames:
+        """Return the names that the cell uses; a `SyntaxError` in it names the cell's own line."""
         with auto.suspended():
             transformed = "\n" * (work.first_line - 1) + self.shell.transform_cell(work.source)
             try:
-                return capture(transformed, self.shell.transform_cell)
+                return cell_names(transformed, transform=self.shell.transform_cell)
             except SyntaxError as error:
                 error.filename = work.filename
                 raise error.with_traceback(None) from None
@@ -175,7 +166,8 @@ def _after_cell(result: ExecutionResult) -> None:
         return
 
     def bound() -> frozenset[str]:
-        if not result.success or auto.ran_on_ranks():
+        # What a cell binds on the ranks, it does not bind here.
+        if not result.success or auto.ran_on_ranks() or _MAGIC.match(info.raw_cell):
             return frozenset()
         with auto.suspended():
             source = running.transform_cell(info.raw_cell)
@@ -191,7 +183,6 @@ _MAGIC = re.compile(r"\s*%%distributed\b([^\n]*)\n")
 
 
 def session_matcher(context: CompletionContext) -> SimpleMatcherResult:
-    """Complete a cell for IPython's completer."""
     try:
         return SimpleMatcherResult(completions=_completions(context))
     except Exception:  # noqa: BLE001 - the line is not finished, and cannot be parsed

@@ -23,7 +23,6 @@ _lost: set[str] = set()
 
 
 def opened() -> dict[str, LiveSession]:
-    """Return the sessions that are open, by name."""
     for name in [name for name, session in _sessions.items() if not session.open]:
         del _sessions[name]
         _lost.add(name)
@@ -147,7 +146,7 @@ def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
 def stop(session: LiveSession) -> str:
     """End a session; return what the line shows."""
     _sessions.pop(session.name, None)
-    # What it only watches, `close` leaves to others; `stop` must really end the session.
+    # `close` only detaches a watcher; `stop` must really end the session.
     elsewhere = session.detached and not session.owns
     session.close()
     if elsewhere and session.name in directory.detached():
@@ -159,10 +158,9 @@ def note_cell(bound: Callable[[], frozenset[str]]) -> None:
     """After a cell, note which variables it has bound, and drop what is known of objects that are gone."""
     names = bound() if _sessions else frozenset[str]()
     for session in _sessions.values():
-        session.bound_again(names)
-        session.sweep()
+        session.note_cell(names)
 
 
 def flag_of(name: str) -> str:
-    """Return what a line must have to mean this session."""
+    """Return the option that selects this session on a line."""
     return "" if name == DEFAULT else f" --session {name}"

@@ -76,7 +76,6 @@ class Asking:
         self._thread = threading.Thread(target=self._run, name="nblaunch-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and return at once."""
         self._thread.start()
 
     def joined(self, place: int) -> None:
@@ -130,7 +129,6 @@ class Asking:
         self._report(replace(self._status, state=EngineState.ENDED))
 
     def _poll_engine(self) -> None:
-        """Poll the engine and start node programs, until the allocation ends."""
         self._tell(self._status)
         allocation = self._engine.ask(self._request)
         with self._lock:
@@ -243,7 +241,6 @@ class Asking:
             self._limit(f"{job} is near its time limit" if self._near else "", max(left, 0.0))
 
     def _counted(self, status: EngineStatus) -> EngineStatus:
-        """Return the engine's report, completed by the number of nodes that have joined."""
         with self._lock:
             joined, state = len(self._here), status.state
         if self._started and state.early:
@@ -263,7 +260,6 @@ class Asking:
 
 
 def _step(status: EngineStatus, waited: float) -> float:
-    """Return in how many seconds to poll the engine again."""
     if status.state is EngineState.GRANTED:
         return _LONG_STEP if status.ends is None or status.ends - time.time() > _LONG_SECONDS else _HELD_STEP
     if status.state is EngineState.ENDING:

@@ -108,7 +108,6 @@ def _order(sent: BinaryIO) -> dict[str, Any]:
 
 
 def _environment(order: dict[str, Any], sent: BinaryIO) -> Path:
-    """Return the environment's Python."""
     files = [(name, _read(sent, size)) for name, size in order["files"]]
     here = f"{sys.platform}-{platform.machine()}"
     if here != order["platform"]:

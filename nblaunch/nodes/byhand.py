@@ -57,7 +57,6 @@ class JoinAllocation:
         return ()
 
     def cancel(self) -> None:
-        """Remove the key."""
         self._state = EngineState.ENDED
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -68,22 +67,15 @@ class JoinEngine(Engine):
     name: ClassVar[str] = "join"
 
     @staticmethod
-    def check(request: NodeRequest) -> None:
-        """Refuse nothing: this engine has no requirements."""
-
-    @staticmethod
     def address(request: NodeRequest) -> str:  # noqa: ARG004 - as for every engine
-        """Return this machine's address on its default route."""
         return own_address(())
 
     @staticmethod
     def at_end(request: NodeRequest) -> tuple[str, ...]:
-        """Return the command that removes the key."""
         return ("rm", "-rf", "--", os.fspath(_directory(request)))
 
     @staticmethod
     def ask(request: NodeRequest) -> Allocation:
-        """Grant the nodes at once: the wait is for users."""
         return JoinAllocation(request)
 
 

@@ -37,14 +37,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias, assert_never
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
 from nblaunch.group.machine import Machine, Order
-from nblaunch.host.wire import AdoptRanks, CompleteRendezvous, EndGroup, Release, Restart, ToNode
+from nblaunch.host import wire
 from nblaunch.protocol.messages import Noticed
 
 # Peers in a collective with a failed rank raise now. This lets them report it before they are ended.
@@ -111,7 +111,6 @@ class NodeTable(Mapping[str, DirectedNode]):
     __slots__ = ("_counts", "_parts")
 
     def __init__(self) -> None:
-        """Have no nodes."""
         self._parts: tuple[dict[str, DirectedNode], ...] = ({},) * _PARTS
         self._counts: dict[tuple[str, int], int] = {}
 
@@ -196,7 +195,6 @@ class DirectorState(msgspec.Struct, frozen=True):
 
     @property
     def taking_part(self) -> dict[str, DirectedNode]:
-        """The nodes of the current attempt."""
         attempt = self.attempt
         return {name: node for name, node in self.nodes.items() if node.attempt == attempt >= 0}
 
@@ -226,34 +224,14 @@ class NodeLost(msgspec.Struct, frozen=True):
     asked: bool = False
 
 
-class NodeAwaitsRendezvous(msgspec.Struct, frozen=True):
-    """A node's agent waits for a rendezvous; `after` is its previous attempt."""
+AboutRanks: TypeAlias = wire.AwaitingRendezvous | wire.Workers | wire.Gone | wire.NodeEnded
+
+
+class NodeReported(msgspec.Struct, frozen=True):
+    """A message of a node about its agent and its ranks of this group."""
 
     node: str
-    after: int
-    error: str = ""
-
-
-class WorkersStarted(msgspec.Struct, frozen=True):
-    """A node has started its ranks."""
-
-    node: str
-    attempt: int
-
-
-class RankGone(msgspec.Struct, frozen=True):
-    """A rank has exited; `expected` if its agent ended it."""
-
-    node: str
-    rank: int
-    expected: bool
-
-
-class NodeHasEnded(msgspec.Struct, frozen=True):
-    """A node's ranks and agent of this group have ended."""
-
-    node: str
-    error: str = ""
+    message: AboutRanks
 
 
 class Ordered(msgspec.Struct, frozen=True):
@@ -269,10 +247,8 @@ class EngineEnded(msgspec.Struct, frozen=True):
     why: str
 
 
-_OfNodes: TypeAlias = (
-    NodeCame | NodesExpected | NodeLost | NodeAwaitsRendezvous | WorkersStarted | RankGone | NodeHasEnded
-)
-DirectorEvent: TypeAlias = _OfNodes | Ordered | EngineEnded | Trigger
+_OfNodes: TypeAlias = NodeCame | NodeLost | NodeReported
+DirectorEvent: TypeAlias = _OfNodes | NodesExpected | Ordered | EngineEnded | Trigger
 
 
 # Actions
@@ -302,7 +278,7 @@ class NodeOrder(msgspec.Struct, frozen=True):
     """Send a message to a node."""
 
     node: str
-    message: ToNode
+    message: wire.ToNode
 
 
 class AskForNodes(msgspec.Struct, frozen=True):
@@ -356,44 +332,38 @@ class _Director(Machine[DirectorState, DirectorAction]):
                     self.end(why)
             case Trigger():
                 self.tick()
-            case _ if event.node in self.state.nodes:
-                self.of_node(event, self.state.nodes[event.node])
-            case _:
+            case NodeLost(name) | NodeReported(name) if name not in self.state.nodes:
                 pass  # the node has been dropped
-
-    def of_node(
-        self,
-        event: NodeLost | NodeAwaitsRendezvous | WorkersStarted | RankGone | NodeHasEnded,
-        node: DirectedNode,
-    ) -> None:
-        match event:
             case NodeLost(name, why, asked):
-                self.lost(name, node, why, asked=asked)
-            case NodeAwaitsRendezvous(name, after, error):
+                self.lost(name, self.state.nodes[name], why, asked=asked)
+            case NodeReported(name, message):
+                self.reported(name, self.state.nodes[name], message)
+
+    def reported(self, name: str, node: DirectedNode, message: AboutRanks) -> None:
+        match message:
+            case wire.AwaitingRendezvous(after=after, error=error):
                 if error:
                     self.act(Noticed(text=f"node {name}: {error}"))
                 if after == node.attempt:
                     self.set_node(name, waits=True, started=False)
                     self.rendezvous_awaited(name)
-            case WorkersStarted(name, attempt):
+            case wire.Workers(attempt=attempt):
                 if attempt == node.attempt == self.state.attempt and not node.waits:
                     self.set_node(name, started=True)
                     self.started(name)
-            case RankGone(expected=expected):
+            case wire.Gone(exited=exited):
                 # In a fresh group the lifecycle releases all ranks.
-                if self.state.persistent and not expected and node.attempt == self.state.attempt:
+                if self.state.persistent and not exited.expected and node.attempt == self.state.attempt:
                     self.restart_soon("failure")
-            case NodeHasEnded(name, error):
+            case wire.NodeEnded(error=error):
                 self.set_node(name, ended=True, waits=False, started=False)
                 self.has_ended(name, error)
-            case _:
-                assert_never(event)
 
     def set_node(self, name: str, **changes: Any) -> None:
         nodes = self.state.nodes
         self.set(nodes=nodes.changed({name: replace(nodes[name], **changes)}))
 
-    def order(self, node: str, message: ToNode) -> None:
+    def order(self, node: str, message: wire.ToNode) -> None:
         self.act(NodeOrder(node, message))
 
     # --- nodes come, and join a rendezvous -------------------------------------------------------
@@ -414,7 +384,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 self.begin_if_enough()
             case DirectorStage.LEAVING if state.released:
                 # All values have arrived: there is nothing left to do for an agent at its next rendezvous.
-                self.order(name, EndGroup(group=state.group, succeeded=True))
+                self.order(name, wire.EndGroup(group=state.group))
             case DirectorStage.RENDEZVOUS | DirectorStage.RUNNING if (
                 state.nodes[name].attempt == state.attempt
             ):
@@ -475,11 +445,11 @@ class _Director(Machine[DirectorState, DirectorAction]):
 
     def attempt_order(
         self, node: DirectedNode, node_rank: int, node_count: int, world_size: int
-    ) -> CompleteRendezvous | AdoptRanks:
+    ) -> wire.CompleteRendezvous | wire.AdoptRanks:
         """Return the order that begins an attempt on a node."""
         state = self.state
         if node.started:
-            return AdoptRanks(
+            return wire.AdoptRanks(
                 group=state.group,
                 attempt=state.attempt - 1,
                 number=state.attempt,
@@ -488,7 +458,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 base_rank=node.base,
                 world_size=world_size,
             )
-        return CompleteRendezvous(
+        return wire.CompleteRendezvous(
             group=state.group,
             attempt=state.attempt,
             node_rank=node_rank,
@@ -496,7 +466,6 @@ class _Director(Machine[DirectorState, DirectorAction]):
             base_rank=node.base,
             world_size=world_size,
             store=state.store,
-            reason=state.reason,
         )
 
     def report_if_all_started(self) -> bool:
@@ -533,7 +502,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
             case DirectorStage.RUNNING:
                 self.report_if_all_started()
             case DirectorStage.RESTARTING:
-                self.order(name, Restart(group=state.group, attempt=state.attempt))
+                self.order(name, wire.Restart(group=state.group, attempt=state.attempt))
             case DirectorStage.LEAVING:
                 self.order_release(name)
             case _:
@@ -584,7 +553,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
         self.set(stage=DirectorStage.RESTARTING, reason=reason, due=_NEVER, regroups=False)
         for name, node in state.taking_part.items():
             if node.started:
-                self.order(name, Restart(group=state.group, attempt=state.attempt))
+                self.order(name, wire.Restart(group=state.group, attempt=state.attempt))
         self.go_on_if_all_wait()
 
     def go_on_if_all_wait(self) -> None:
@@ -622,7 +591,6 @@ class _Director(Machine[DirectorState, DirectorAction]):
         self.ask_for(missing)
 
     def ask_for(self, count: int) -> None:
-        """Ask for replacements of lost nodes."""
         state = self.state
         if count:
             self.set(replacements_left=state.replacements_left - count, asked=state.asked + count)
@@ -675,12 +643,12 @@ class _Director(Machine[DirectorState, DirectorAction]):
                     if node.started:
                         self.order_release(name)
                     elif node.waits and succeeded:
-                        self.order(name, EndGroup(group=state.group, succeeded=True))
+                        self.order(name, wire.EndGroup(group=state.group))
                 self.go_on_if_all_wait()
 
     def order_release(self, name: str) -> None:
         state = self.state
-        release = Release(
+        release = wire.Release(
             group=state.group,
             attempt=state.attempt,
             succeeded=bool(state.released),
@@ -708,7 +676,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
         self.set(stage=DirectorStage.ENDING, due=self.now + state.grace + _END_SECONDS, error=error)
         for name, node in state.nodes.items():
             if not node.ended:
-                self.order(name, EndGroup(group=state.group, succeeded=bool(state.released)))
+                self.order(name, wire.EndGroup(group=state.group))
         self.end_if_all_have()
 
     def end_if_all_have(self) -> None:

@@ -119,7 +119,7 @@ class Allocation(Protocol):
         """
 
 
-class Engine(Protocol):
+class Engine:
     """Places nodes."""
 
     name: ClassVar[str]
@@ -136,17 +136,21 @@ class Engine(Protocol):
     @staticmethod
     def address(request: NodeRequest) -> str:
         """Return the address of this machine that the nodes reach."""
+        raise NotImplementedError
 
     @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:
+    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - for engines that need one
         """Return the command that gives everything back if this process is killed; () if none is needed.
 
-        It may begin with variables, NAME=VALUE each. The caller registers it before `ask`.
+        It may begin with variables, NAME=VALUE each. The caller registers it before `ask`. The keeper ends
+        what is below it, a node ends with its connection, and Ray takes back the nodes of a lost driver.
         """
+        return ()
 
     @staticmethod
     def ask(request: NodeRequest) -> Allocation:
         """Ask for the hosts, and return at once; `cancel` ends what this starts."""
+        raise NotImplementedError
 
 
 def own_address(hosts: Iterable[str]) -> str:
@@ -184,7 +188,6 @@ def address_of(host: str, flags: int = socket.AI_ADDRCONFIG) -> str:
 
 
 def engine_of(options: LaunchOptions) -> type[Engine]:
-    """Return the engine that `--on` names."""
     module, _, name = ENGINES[_name(options)].partition(":")
     found: type[Engine] = getattr(importlib.import_module(module), name)
     return found
@@ -311,7 +314,6 @@ def _argument(options: LaunchOptions) -> str:
 
 
 def _inside(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
-    """Whether the caller is inside an allocation of the engine."""
     return _name(options) == "slurm" and bool(surrounding_job(environ, options.slurm))
 
 

@@ -43,7 +43,7 @@ from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPree
 from nblaunch._help import FailureKind
 from nblaunch._version import __version__
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
+from nblaunch.group.lifecycle import Preemption, PrepareChanged, ReleaseWorkers, Trigger
 from nblaunch.group.machine import Order
 from nblaunch.host import wire
 from nblaunch.host.code import JobCode
@@ -64,19 +64,8 @@ from nblaunch.nodes.sync_env import Wheels, made_before
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import NodeEnvironment
-from nblaunch.protocol.messages import (
-    Dispatch,
-    EngineState,
-    EngineStatus,
-    Interrupt,
-    Noticed,
-    Payload,
-    Phase,
-    Recover,
-    ToRank,
-    encode,
-)
 
 _log = logging.getLogger("nblaunch")
 _UNLIMITED = 2**31 - 1
@@ -145,7 +134,8 @@ class NodeFleet:
         the keeper, and returns a function that revokes it. `key` is the user's, else the fleet makes one.
         """
         self.hub, self.conf, self.directory = hub, conf, directory
-        self.engine_status = EngineStatus(engine=engine.name, state=EngineState.ASKED, wanted=conf.least)
+        asked = messages.EngineState.ASKED
+        self.engine_status = messages.EngineStatus(engine=engine.name, state=asked, wanted=conf.least)
         self.engine, self.request = engine, request
         self._notify, self._at_end = notify, at_end
         self._key = key or secrets.token_hex(32).encode()
@@ -162,7 +152,7 @@ class NodeFleet:
         """The engine's last report, without the number of connected nodes."""
         self._groups: dict[str, NodeGroup] = {}
         self._nodes: dict[bytes, FleetNode] = {}
-        self.code = JobCode(self.send, self._send_payload, self._read)
+        self.code = JobCode(self.send, self._send_payload, functools.partial(hub.run_aside, "nblaunch-code"))
         self._last_payload = 0  # the (negative) number of the last payload on a control connection
         self._without_data: set[bytes] = set()
         """Nodes to which the data connection has broken: they get modules on their control connections."""
@@ -198,7 +188,7 @@ class NodeFleet:
         with self._lock:
             if self._closed:
                 msg = "the nodes of this session have been given back. Start another one."
-                raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
+                raise LaunchError(msg, phase=messages.Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
             self._listener = self._listener or self._listen()
         if self.conf.directed:
             return FleetGroup(self, events, directory, self._address)
@@ -259,7 +249,7 @@ class NodeFleet:
             if command := engine.at_end(request):
                 self._take_back.append(self._at_end(command))
 
-        def tell(status: EngineStatus) -> None:
+        def tell(status: messages.EngineStatus) -> None:
             if shown:  # this machine's own node needs no report
                 self.hub.call(lambda: self._engine_reported(status))
 
@@ -326,7 +316,7 @@ class NodeFleet:
     def _add(self, group: NodeGroup) -> None:
         self._groups[group.name] = group
         if self._askings:
-            group.events.engine_reported(self.engine_status)
+            group.events.feed(self.engine_status)
         if self._ended:
             group.feed(director.EngineEnded(self._ended))
         group.feed(director.NodesExpected(self._expected))
@@ -349,7 +339,6 @@ class NodeFleet:
         return self.conf.least <= count + self.conf.own and self.conf.least < self.conf.most
 
     def send(self, identity: bytes, message: wire.ToNode, data: memoryview | None = None) -> None:
-        """Send to a node."""
         if self._listener is not None:
             self._listener.send(identity, message, data)
 
@@ -369,20 +358,10 @@ class NodeFleet:
                 self.send(identity, piece, part)
             return self._last_payload
         node = self._nodes[identity]
-        payload = Payload(sizes=(len(content),), inline=content)
+        payload = messages.Payload(sizes=(len(content),), inline=content)
         return number_of(self._data.send("", payload, ((node.name, node.arriving.data),)))
 
-    def _read(self, work: Callable[[], bytes], then: Callable[[bytes], None]) -> None:
-        """Run `work` on a thread of its own, and `then` with the result on the hub's thread."""
-
-        def do() -> None:
-            content = work()
-            self.hub.call(lambda: then(content))
-
-        threading.Thread(target=do, name="nblaunch-code", daemon=True).start()
-
     def drop_data(self, group: str) -> None:
-        """Stop sending pieces of a group's payloads."""
         if self._data is not None:
             self._data.drop(group)
 
@@ -400,7 +379,6 @@ class NodeFleet:
                 self._askings[1 if here else 0].again(place)
 
     def drop(self, name: str, why: str) -> None:
-        """Drop a node, and report why."""
         for identity, node in list(self._nodes.items()):
             if node.name == name and self._listener is not None:
                 self._listener.send(identity, wire.Finish(succeeded=False))
@@ -411,7 +389,7 @@ class NodeFleet:
         """Send what is queued, and do what is due; return in how many seconds something is due next."""
         for group in list(self._groups.values()):
             try:
-                if self._ended and not group.events.saving:
+                if self._ended and not group.events.life.saving:
                     group.feed(director.EngineEnded(self._ended))
                 group.turn()
             except Exception as error:  # noqa: BLE001 - it ends one group, and no other
@@ -442,7 +420,7 @@ class NodeFleet:
         """How many nodes the engine has granted."""
         return len(self.engine_status.hosts) + self.conf.options.here if self.engine_status.hosts else 0
 
-    def _engine_reported(self, status: EngineStatus) -> None:
+    def _engine_reported(self, status: messages.EngineStatus) -> None:
         """Publish the engine's report, with the number of connected nodes; at an endpoint there is none."""
         if not self._askings:
             return
@@ -450,21 +428,23 @@ class NodeFleet:
         self._engines, expected = status, self._expected
         joined, wanted = len(self._nodes), self.conf.least
         state = (
-            EngineState.STARTING if status.state is EngineState.RUNNING and joined < wanted else status.state
+            messages.EngineState.STARTING
+            if status.state is messages.EngineState.RUNNING and joined < wanted
+            else status.state
         )
         status = msgspec.structs.replace(status, state=state, joined=joined, wanted=wanted)
         if status == self.engine_status:
             return
         self.engine_status = status
         for group in list(self._groups.values()):
-            group.events.engine_reported(status)
+            group.events.feed(status)
             if self._expected != expected:
                 group.feed(director.NodesExpected(self._expected))
 
     def _engine_ended(self, why: str) -> None:
         self._ended = why
         for group in list(self._groups.values()):
-            if not group.events.saving:
+            if not group.events.life.saving:
                 group.feed(director.EngineEnded(why))
 
     # --- on the hub's thread: nodes that are taken back --------------------------------------------
@@ -485,7 +465,7 @@ class NodeFleet:
         if why and not (self._ended or self._closed):
             self._preempt(why, seconds)
 
-    def _noticed(self, node: FleetNode, notice: wire.Notice) -> None:
+    def _noticed(self, node: FleetNode, notice: wire.NodeEnding) -> None:
         """Have all ranks save before the engine ends a node, unless the others can go on without it."""
         enough = self.conf.least < self.conf.most and len(self._nodes) > self.conf.least
         if self._askings:
@@ -506,10 +486,9 @@ class NodeFleet:
 
     def _preempt(self, why: str, seconds: float) -> None:
         for group in list(self._groups.values()):
-            group.events.preempted(why, seconds)
+            group.events.feed(Preemption(why, seconds))
 
     def _leave(self, identity: bytes) -> None:
-        """Let a node go that asks to leave."""
         self.send(identity, wire.Finish(succeeded=False))
         self.forget(identity, f"left{self._of_job}", asked=True)
 
@@ -531,12 +510,10 @@ class NodeFleet:
                 self._check.take(node.name, message)
             case wire.Leaving():
                 self._leave(identity)
-            case wire.Notice():
+            case wire.NodeEnding():
                 self._noticed(node, message)
             case wire.CodeLacking():
                 self.code.answer(identity, message)
-            case wire.NodeEnded(group="", error=error):
-                self.forget(identity, f"ended: {error}" if error else "has ended")
             case _:
                 pass  # the group has ended
 
@@ -557,7 +534,7 @@ class NodeFleet:
         hosts = () if here else self.engine_status.hosts
         # The engine's name for the host: two nodes of one machine have the same name of their own.
         called = hosts[arriving.place] if 0 <= arriving.place < len(hosts) else arriving.name
-        node = FleetNode(self._named(called), identity, place, here, arriving)
+        node = FleetNode(self._unique_name(called), identity, place, here, arriving)
         self._names.add(node.name)
         self._nodes[identity] = node
         self._empty.clear()
@@ -588,8 +565,8 @@ class NodeFleet:
         if has in self._fitting:
             return ""
         inventories = {node.name: node.arriving.inventory for node in self._nodes.values()}
-        everybody = {**inventories, self._named(name): arriving.inventory}
-        found = compare(_here(), everybody, self.conf.options.backend)
+        everybody = {**inventories, self._unique_name(name): arriving.inventory}
+        found = compare(_own_inventory(), everybody, self.conf.options.backend)
         if not found.refused:
             self._fitting.add(has)
             self._warn(each for each in found.warned if each not in self._warned)
@@ -599,7 +576,7 @@ class NodeFleet:
         for text in texts:
             self._warned.append(text)
             for group in self._groups.values():
-                group.events.noted(text)
+                group.events.feed(messages.Noticed(text=text))
 
     # Before ranks connect, the fleet finds machines that cannot reach each other, and names them.
 
@@ -648,7 +625,7 @@ class NodeFleet:
                 group.add(node)
         self._check_reach()  # more nodes may have come meanwhile
 
-    def _named(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         """Return a name that is valid in a path and that no other node has had."""
         plain = re.sub(r"[^\w.-]", "_", name) or "node"
         found, number = plain, 1
@@ -697,7 +674,7 @@ class NodeFleet:
         self._notify(f"{why}; {nodes} awaited for {self.conf.join_timeout:g} s (--rdzv-conf join_timeout)")
 
 
-def _here() -> wire.Inventory:
+def _own_inventory() -> wire.Inventory:
     """Return what nodes must share with this machine, which may have no rank."""
     return wire.Inventory(
         python=platform.python_version(),
@@ -734,7 +711,7 @@ class NodeGroup(GroupHost):
         """The nodes of this attempt, in the order of their ranks, where the fleet decides it."""
         self._ranks = RemoteRanks(events)
         self._outgoing = OutgoingTransfer()
-        self._held: dict[str, tuple[ToRank, list[int]]] = {}
+        self._held: dict[str, tuple[messages.ToRank, list[int]]] = {}
         """By node, the message to send with the next turn, and the ranks that get it."""
 
     @property
@@ -747,20 +724,22 @@ class NodeGroup(GroupHost):
         """Where this machine keeps the logs of the present attempt."""
         return self.own.log_directory
 
+    def stop(self) -> None:
+        # As this machine's own host: ranks that only lost their peers would seem to have failed.
+        self._fleet.hub.run(lambda: self._send_all(wire.EndGroup(group=self.name)), 0)
+
     # --- orders, on the hub's thread --------------------------------------------------------------
 
     def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before."""
         self._held = {}
         self._fleet.drop_data(self.name)
         self._ranks.begin_attempt(self._members.values())
 
-    def send(self, rank: int, message: ToRank) -> bool:
-        """Send to a rank with the next turn; return whether the rank is on a node."""
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         node = self._ranks.node_of(rank)
         if node is None:
             return False
-        if isinstance(message, Interrupt):
+        if isinstance(message, messages.Interrupt):
             # It ends the job that waits for a payload, and must not delay the next job's payload.
             self._fleet.drop_data(self.name)
         held = self._held.get(node.name)
@@ -773,12 +752,10 @@ class NodeGroup(GroupHost):
         return True
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Release the ranks, and stop the `others`."""
         attempt, ranks = self.events.attempt, tuple(sorted(others))
         self._send_all(wire.Release(group=self.name, attempt=attempt, succeeded=succeeded, others=ranks))
 
     def follow(self) -> None:
-        """Have all nodes end their ranks, and repeat the rendezvous."""
         self._send_all(wire.Restart(group=self.name, attempt=self.events.attempt))
 
     def skip_grace(self) -> None:
@@ -786,13 +763,13 @@ class NodeGroup(GroupHost):
         self._fleet.hub.run(lambda: self._send_all(wire.SkipGrace(group=self.name)), 0)
 
     def measure(self, *, wanted: bool) -> None:
-        """Have the nodes measure their ranks, or stop that."""
         self._send_all(wire.MeasureRanks(group=self.name, wanted=wanted))
 
     def read_stacks(self, ranks: frozenset[int]) -> None:
         """Have the nodes dump the stacks of these ranks, which do not answer."""
-        for name, (_, theirs) in self._ranks.by_node(ranks).items():
-            self._send_to(name, wire.DumpStacks(group=self.name, ranks=theirs))
+        for member in self._members.values():
+            if theirs := tuple(sorted(member.ranks & ranks)):
+                self._send_to(member.name, wire.DumpStacks(group=self.name, ranks=theirs))
 
     def close(self, *, succeeded: bool) -> None:
         """Forget all state: the group has ended, and with it the nodes of an endpoint."""
@@ -813,24 +790,23 @@ class NodeGroup(GroupHost):
             self._fleet.send(self._members[name].identity, message)
 
     def flush(self) -> None:
-        """Send the held messages: one frame for all ranks of a node that get the same message."""
         held, self._held = self._held, {}
-        tickets: list[tuple[Payload, Payload]] = []
+        tickets: list[tuple[messages.Payload, messages.Payload]] = []
         shared: dict[int, bytes] = {}
         for name, (message, ranks) in held.items():
             member = self._members.get(name)
             if member is None:
                 continue
-            if isinstance(message, Dispatch) and message.code is not None:
+            if isinstance(message, messages.Dispatch) and message.code is not None:
                 self._fleet.code.ask(member.identity, message.code)
             data = shared.get(id(message))
             if data is None:
                 plain, parcel = for_another_machine(message), False
-                if isinstance(plain, Dispatch):
+                if isinstance(plain, messages.Dispatch):
                     plain = self._with_ticket(member, plain, held, tickets)
                     # A payload for one node alone has a ticket of its own.
                     parcel = not any(plain.payload is ticket for _, ticket in tickets)
-                data = encode(plain)
+                data = messages.encode(plain)
                 if not parcel:
                     shared[id(message)] = data
             for_ranks = wire.ForRanks(
@@ -841,10 +817,10 @@ class NodeGroup(GroupHost):
     def _with_ticket(
         self,
         member: NodeMember,
-        dispatch: Dispatch,
-        held: Mapping[str, tuple[ToRank, list[int]]],
-        tickets: list[tuple[Payload, Payload]],
-    ) -> Dispatch:
+        dispatch: messages.Dispatch,
+        held: Mapping[str, tuple[messages.ToRank, list[int]]],
+        tickets: list[tuple[messages.Payload, messages.Payload]],
+    ) -> messages.Dispatch:
         """Send a job's payload to all nodes that get it now; return the job with a ticket in its place."""
         ticket = next((ticket for payload, ticket in tickets if payload is dispatch.payload), None)
         if ticket is not None:
@@ -853,7 +829,7 @@ class NodeGroup(GroupHost):
             name
             for name in self._order or self._members
             if name in held
-            and isinstance(other := held[name][0], Dispatch)
+            and isinstance(other := held[name][0], messages.Dispatch)
             and other.payload is dispatch.payload
         ]
         data = self._fleet.data_to(self._nodes[name] for name in names)
@@ -871,11 +847,9 @@ class NodeGroup(GroupHost):
 
     @property
     def due(self) -> float:
-        """When there is something to do (monotonic)."""
         return math.inf
 
     def turn(self) -> None:
-        """Send what is held, and do what is due."""
         self.flush()
 
     def feed(self, event: DirectorEvent) -> None:
@@ -891,7 +865,6 @@ class NodeGroup(GroupHost):
     # --- nodes: on the hub's thread ------------------------------------------------------------------
 
     def add(self, node: FleetNode) -> None:
-        """Have a node serve this group."""
         settings, conf = self._settings, self._fleet.conf
         self._nodes[node.name] = node
         self._members[node.name] = NodeMember(
@@ -913,7 +886,6 @@ class NodeGroup(GroupHost):
         self._fleet.send(node.identity, opened)
 
     def lose(self, node: FleetNode, why: str, *, asked: bool) -> None:
-        """Report the loss of a node and of its ranks."""
         member = self._members.pop(node.name, None)
         if member is None:
             return
@@ -921,7 +893,6 @@ class NodeGroup(GroupHost):
         self._ranks.lost(member, why, asked=asked, enough=self._fleet.enough(len(self._members)))
 
     def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
-        """Handle a node's message for this group."""
         member = self._members.get(node.name)
         if member is None:
             return
@@ -930,29 +901,33 @@ class NodeGroup(GroupHost):
                 member.incoming.receive(message, data)
             case wire.OthersStopped():
                 self.events.ranks_stopped(member.ranks)
-            case wire.NodeEnded(error=error):
-                self._node_ended(node, error)
+            case wire.NodeEnded():
+                self._node_ended(node, message)
             case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
                 self.events.stacks_read({rank: text})
             case _ if isinstance(message, wire.OfAttempt) and message.attempt == self.events.attempt:
-                self.of_attempt(member, message, data)
+                self.take_attempt_message(member, message, data)
             case _:
                 pass  # the attempt has been abandoned
 
-    def _node_ended(self, node: FleetNode, error: str) -> None:
+    def note(self, text: str) -> None:
+        """Show a text with the next result."""
+        self.events.feed(messages.Noticed(text=text))
+
+    def _node_ended(self, node: FleetNode, ended: wire.NodeEnded) -> None:
+        error = ended.error
         member = self._members.get(node.name)
         if error and member is not None and not member.ranks:
             # No rank is lost with it, of which the loss would tell.
-            self.events.noted(f"node {node.name} cannot take part: {error}")
+            self.note(f"node {node.name} cannot take part: {error}")
         self._fleet.forget(node.identity, f"ended: {error}" if error else "has ended")
 
-    def of_attempt(
+    def take_attempt_message(
         self,
         member: NodeMember,
         message: wire.OfAttempt,
         data: memoryview,
     ) -> None:
-        """Handle a message of the current attempt."""
         match message:
             case wire.Workers(workers=workers):
                 self._ranks.started(member, workers, self.log_directory)
@@ -1016,7 +991,6 @@ class FleetGroup(NodeGroup):
     # --- orders, on any thread ---------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin."""
         if self._ended.is_set():
             return  # it was stopped before it started
         try:
@@ -1025,28 +999,21 @@ class FleetGroup(NodeGroup):
             self.fail(error)
 
     def stop(self) -> None:
-        """End the ranks, and then the agents, which may not have started."""
         self._ordered(Order.STOP_AGENT)
 
     def restart(self) -> None:
-        """End the ranks, and start new ones."""
         self._ordered(Order.RESTART_AGENT)
 
     def rejoin(self) -> None:
-        """Repeat the rendezvous after a membership change, with other ranks."""
         self._ordered(Order.REJOIN_NODES)
 
     def regroup(self) -> None:
-        """Have the remaining ranks go on with their variables, without lost nodes."""
         self._ordered(Order.REGROUP_NODES)
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Expect the exits of the ranks, and stop the `others`."""
         self._ordered(ReleaseWorkers(succeeded, others))
 
     def adopt(self, settings: AgentSettings) -> None:
-        """Use these settings from now on."""
-
         def change() -> None:
             self._settings = replace(self._settings, options=settings.options)
             self._state = msgspec.structs.replace(self._state, grace=self.grace)
@@ -1054,12 +1021,10 @@ class FleetGroup(NodeGroup):
         self._fleet.hub.run(change, 0)
 
     def all_alive(self) -> bool:
-        """Whether no process of this attempt has ended."""
         members = list(self._members.values())
         return self._state.stage is DirectorStage.RUNNING and not any(each.exited for each in members)
 
     def join(self, timeout: float) -> None:
-        """Wait for the end, for `timeout` seconds at most."""
         self._ended.wait(timeout)
 
     def _ordered(self, order: Order | ReleaseWorkers) -> None:
@@ -1078,24 +1043,20 @@ class FleetGroup(NodeGroup):
     # --- orders, on the hub's thread -----------------------------------------------------------------
 
     def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before."""
         super().begin_attempt()
         self._renumbered = {}
 
-    def send(self, rank: int, message: ToRank) -> bool:
-        """Send to a rank with the next turn; return whether the rank is on a node."""
-        if isinstance(message, Interrupt):
+    def send(self, rank: int, message: messages.ToRank) -> bool:
+        if isinstance(message, messages.Interrupt):
             self._lost_payload = math.inf, ""
         return super().send(rank, message)
 
     def flush(self) -> None:
-        """Send the held messages."""
-        if any(isinstance(message, Recover) for message, _ in self._held.values()):
+        if any(isinstance(message, messages.Recover) for message, _ in self._held.values()):
             self._forget_timeout()
         super().flush()
 
     def close(self, *, succeeded: bool) -> None:
-        """Forget all state: the group has ended."""
         super().close(succeeded=succeeded)
         self._store = None
 
@@ -1108,16 +1069,13 @@ class FleetGroup(NodeGroup):
 
     @property
     def store(self) -> tuple[str, int]:
-        """The address of the ranks' store."""
         return self._state.store
 
     @property
     def due(self) -> float:
-        """When there is something to do (monotonic)."""
         return min(self._state.due, self._lost_payload[0])
 
     def turn(self) -> None:
-        """Send what is held, and do what is due."""
         self.flush()
         if time.monotonic() >= self._state.due:
             self.feed(Trigger.TICK)
@@ -1169,10 +1127,8 @@ class FleetGroup(NodeGroup):
                     self._fleet.notify_lost(count, self._state.lost)
             case director.DropNode(node, why):
                 self._fleet.drop(node, why)
-            case Noticed(text=text):
-                self.events.noted(text)
-            case Trigger():
-                self.events.node_waits()
+            case messages.Noticed() | Trigger():
+                self.events.feed(action)
             case director.EndAgent(error):
                 self._end(error)
 
@@ -1183,7 +1139,7 @@ class FleetGroup(NodeGroup):
             self._fleet.signalled = ""  # that node has gone; what ends from now on was not signalled
         if attempt.kept is None:
             self._attempt_logs = self._logs / f"attempt_{attempt.number}"
-            self.events.placed(*self._placement())
+            self.events.feed(PrepareChanged(*self._placement()))
         else:
             self._renumber(attempt.kept)
         # Only now is the backend known, unless ranks go on.
@@ -1214,12 +1170,12 @@ class FleetGroup(NodeGroup):
         if self._backend != "auto":
             return self._backend, self._device(shared, {device for _, device in found})
         if shared:
-            self.events.noted(f"{shared}: all ranks are on the CPU")
+            self.note(f"{shared}: all ranks are on the CPU")
             return "gloo", "cpu"
         if len(found) == 1:
             return found.pop()
         if without := [name for name, each in inventories.items() if each.device_type == "cpu"]:
-            self.events.noted(f"{', '.join(without)} has no GPU for each rank: all ranks are on the CPU")
+            self.note(f"{', '.join(without)} has no GPU for each rank: all ranks are on the CPU")
         return "gloo", "cpu"
 
     def _device(self, shared: str, devices: set[str]) -> str:
@@ -1229,7 +1185,7 @@ class FleetGroup(NodeGroup):
                 f"{shared}, and NCCL takes one rank for each GPU. "
                 "Give each node GPUs of its own (CUDA_VISIBLE_DEVICES), or pass backend='gloo'."
             )
-            raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.TOO_FEW_GPUS)
+            raise LaunchError(msg, phase=messages.Phase.ENGINE.value, kind=FailureKind.TOO_FEW_GPUS)
         # Nodes whose ranks share GPUs only if the backend says so have reported the CPU.
         named = {part.partition(":")[0] for part in self._backend.split(",") if ":" in part} - {"cpu"}
         kinds = named or devices
@@ -1239,7 +1195,7 @@ class FleetGroup(NodeGroup):
         if error and self._error is None:
             began = self._state.attempt >= 0
             if not began:
-                self._error = LaunchError(error, phase=Phase.ENGINE.value)
+                self._error = LaunchError(error, phase=messages.Phase.ENGINE.value)
             elif self._fleet.preempted:
                 self._error = RunPreemptedError(error)
             else:
@@ -1250,13 +1206,11 @@ class FleetGroup(NodeGroup):
     # --- nodes: on the hub's thread ------------------------------------------------------------------
 
     def add(self, node: FleetNode) -> None:
-        """Have a node serve this group, unless the group is ending."""
         if self._state.stage not in (DirectorStage.ENDING, DirectorStage.ENDED):
             self.feed(director.NodeCame(node.name, node.arriving.nproc, node.place))
             super().add(node)
 
     def lose(self, node: FleetNode, why: str, *, asked: bool) -> None:
-        """Report the loss of a node and of its ranks."""
         if node.name not in self._members:
             return
         self._lost_payload, self._node_lost = (math.inf, ""), time.monotonic()
@@ -1265,11 +1219,11 @@ class FleetGroup(NodeGroup):
         self.feed(director.NodeLost(node.name, why, asked))
 
     def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
-        """Handle a node's message for this group: of ranks that went on, perhaps under former numbers."""
         match message:
-            case wire.AwaitingRendezvous(after=after, error=error) if node.name in self._members:
-                after = self.events.attempt if after in self._renumbered else after
-                self.feed(director.NodeAwaitsRendezvous(node.name, after, error))
+            case wire.AwaitingRendezvous(after=after) if node.name in self._members:
+                if after in self._renumbered:
+                    message = msgspec.structs.replace(message, after=self.events.attempt)
+                self.feed(director.NodeReported(node.name, message))
             case wire.PieceLost():
                 self.payload_lost(node.name)
             case wire.Wrote(attempt=attempt, rank=rank) if rank in self._renumbered.get(attempt, ()):
@@ -1284,23 +1238,23 @@ class FleetGroup(NodeGroup):
             case _:
                 super().receive(node, message, data)
 
-    def _node_ended(self, node: FleetNode, error: str) -> None:
-        self.feed(director.NodeHasEnded(node.name, error))
+    def _node_ended(self, node: FleetNode, ended: wire.NodeEnded) -> None:
+        self.feed(director.NodeReported(node.name, ended))
 
-    def of_attempt(
+    def take_attempt_message(
         self,
         member: NodeMember,
         message: wire.OfAttempt,
         data: memoryview,
     ) -> None:
-        """Handle a message of the current attempt, and have the director know."""
-        super().of_attempt(member, message, data)
+        super().take_attempt_message(member, message, data)
         match message:
-            case wire.Workers(attempt=attempt):
-                self.feed(director.WorkersStarted(member.name, attempt))
-            case wire.Gone(exited=exited):
+            case wire.Gone(exited=exited) if self._fleet.signalled:
                 # The engine may end the node's ranks with it: do not start new ones there.
-                expected = exited.expected or bool(self._fleet.signalled)
-                self.feed(director.RankGone(member.name, exited.rank, expected))
+                exited = msgspec.structs.replace(exited, expected=True)
+                message = msgspec.structs.replace(message, exited=exited)
+                self.feed(director.NodeReported(member.name, message))
+            case wire.Workers() | wire.Gone():
+                self.feed(director.NodeReported(member.name, message))
             case _:
                 pass

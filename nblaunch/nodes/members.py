@@ -18,20 +18,11 @@ import msgspec
 
 from nblaunch.diagnose.failures import NODE_LOST, value_lost
 from nblaunch.group.group import WorkerGroup
+from nblaunch.group.lifecycle import NodeLeaving
 from nblaunch.host import wire
 from nblaunch.host.link import IncomingTransfer, payload_of, with_payload
 from nblaunch.host.settings import Worker
-from nblaunch.protocol.messages import (
-    Exited,
-    Prepare,
-    Profiled,
-    Raised,
-    Returned,
-    Stream,
-    ToRank,
-    Unwritten,
-    decode_from_rank,
-)
+from nblaunch.protocol import messages
 
 # A rank has two log files.
 _OPEN_FILES, _MADE_AT_ONCE = 256, 128
@@ -66,14 +57,14 @@ class _LogFiles:
         """
         self._directories[rank] = str(directory)
         if len(self._directories) <= _MADE_AT_ONCE:
-            for stream in Stream:
-                self.of(rank, stream)
-        return tuple(self._path(rank, stream) for stream in Stream)
+            for stream in messages.Stream:
+                self.opened(rank, stream)
+        return tuple(self._path(rank, stream) for stream in messages.Stream)
 
-    def _path(self, rank: int, stream: Stream) -> str:
+    def _path(self, rank: int, stream: messages.Stream) -> str:
         return f"{self._directories[rank]}/{stream}.log"
 
-    def of(self, rank: int, stream: Stream) -> BinaryIO:
+    def opened(self, rank: int, stream: messages.Stream) -> BinaryIO:
         """Return a file to which bytes are appended."""
         path = self._path(rank, stream)
         file = self._open.pop(path, None)
@@ -90,12 +81,11 @@ class _LogFiles:
         self._directories = {
             numbers[rank]: each for rank, each in self._directories.items() if rank in numbers
         }
-        kept = {self._path(rank, stream) for rank in self._directories for stream in Stream}
+        kept = {self._path(rank, stream) for rank in self._directories for stream in messages.Stream}
         for path in self._open.keys() - kept:
             self._open.pop(path).close()
 
     def close(self) -> None:
-        """Close and forget all files."""
         for file in self._open.values():
             file.close()
         self._directories, self._open = {}, {}
@@ -113,20 +103,9 @@ class RemoteRanks:
         """How many printed bytes of each rank were dropped because this disk is full."""
 
     def node_of(self, rank: int) -> NodeMember | None:
-        """Return the node that has this rank."""
         return self._route.get(rank)
 
-    def by_node(self, ranks: Iterable[int]) -> dict[str, tuple[NodeMember, tuple[int, ...]]]:
-        """Return the nodes that have these ranks, by name, and which of them each has."""
-        found: dict[str, tuple[NodeMember, tuple[int, ...]]] = {}
-        for rank in sorted(ranks):
-            node = self._route.get(rank)
-            if node is not None:
-                found[node.name] = node, (*found.get(node.name, (node, ()))[1], rank)
-        return found
-
     def begin_attempt(self, nodes: Iterable[NodeMember]) -> None:
-        """Begin an attempt on these nodes; forget the ranks of the previous one."""
         self.close()
         for node in nodes:
             node.ranks, node.exited = set(), set()
@@ -143,7 +122,6 @@ class RemoteRanks:
         )
 
     def close(self) -> None:
-        """Close the files, and forget all ranks."""
         self._files.close()
         self._route = {}
         self._unwritten.clear()
@@ -157,40 +135,40 @@ class RemoteRanks:
             node.ranks.add(record.rank)
             stdout, stderr = self._files.add(record.rank, logs / f"{node.name}-{record.rank}")
             workers.append(msgspec.structs.replace(record, stdout=stdout, stderr=stderr))
-        self._events.node_started(tuple(workers))
+        number, size = self._events.attempt, self._events.state.world_size
+        self._events.attempt_started(number, size, tuple(workers), remote=True)
 
     def wrote(self, node: NodeMember, message: wire.Wrote, data: memoryview) -> None:
         """Write the next bytes of a log file; drop and count those that a full disk refuses."""
         rank = message.rank
         if rank not in node.ranks:
             return
-        self._events.wrote(rank)
+        self._events.logs.wrote(rank)
         try:
-            file = self._files.of(rank, message.stream)
+            file = self._files.opened(rank, message.stream)
             while data:
                 data = data[file.write(data) :]
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._unwritten[rank] += len(data)
-            self._events.receive(Unwritten(rank=rank, size=self._unwritten[rank]))
+            self._events.receive(messages.Unwritten(rank=rank, size=self._unwritten[rank]))
 
     def sent(self, node: NodeMember, data: bytes) -> None:
-        """Report a message of a rank."""
-        message = decode_from_rank(data, f"a rank of {node.name}")
+        message = messages.decode_from_rank(data, f"a rank of {node.name}")
         if self._route.get(message.rank) is not node:
             return
-        if not isinstance(message, Returned | Profiled):
+        if not isinstance(message, messages.Returned | messages.Profiled):
             self._events.receive(message, data)
             return
         ticket = payload_of(message)
         try:
             payload = node.incoming.claim(ticket)
         except Exception as error:  # noqa: BLE001 - no room, or not what was announced: the rank has no value
-            if isinstance(message, Profiled):
+            if isinstance(message, messages.Profiled):
                 return
             failure = value_lost(error, time.time())
-            self._events.receive(Raised(rank=message.rank, failure=failure, offsets=message.offsets))
+            self._events.receive(messages.Raised(rank=message.rank, failure=failure, offsets=message.offsets))
             return
         try:
             if payload == ticket:
@@ -201,7 +179,6 @@ class RemoteRanks:
             node.incoming.drop(ticket)
 
     def gone(self, node: NodeMember, message: wire.Gone) -> None:
-        """Report the exit of a rank."""
         rank = message.exited.rank
         if rank in node.ranks:
             node.exited.add(rank)
@@ -209,18 +186,20 @@ class RemoteRanks:
 
     def lost(self, node: NodeMember, why: str, *, asked: bool, enough: bool) -> None:
         """Report the loss of a node, and of its ranks that have not exited."""
-        goes_on = bool(node.ranks) and self._events.node_leaves(
-            node.name, asked=asked, enough=enough, ranks=frozenset(node.ranks), address=node.address
-        )
+        if node.ranks:
+            self._events.feed(NodeLeaving(node.name, asked, enough, frozenset(node.ranks), node.address))
+        goes_on = bool(node.ranks) and self._events.life.changing
         for rank in sorted(node.ranks - node.exited):
             reason = f"{NODE_LOST}: {node.name} {why}"
-            exited = Exited(rank=rank, exitcode=-9, time=time.time(), expected=goes_on, reason=reason)
+            exited = messages.Exited(
+                rank=rank, exitcode=-9, time=time.time(), expected=goes_on, reason=reason
+            )
             self._events.rank_gone(exited)
         node.incoming.close()
 
 
-def for_another_machine(message: ToRank) -> ToRank:
+def for_another_machine(message: messages.ToRank) -> messages.ToRank:
     """Return a message without this machine's environment: it may hold secrets, and nodes have their own."""
-    if not isinstance(message, Prepare):
+    if not isinstance(message, messages.Prepare):
         return message
     return msgspec.structs.replace(message, environ=(), cwd=b"", path=(), umask=None, limits=())

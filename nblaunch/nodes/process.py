@@ -78,7 +78,6 @@ class StartedProgram:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
@@ -155,7 +154,6 @@ class ProgramPerNode:
         self._cancelled = False
 
     def command(self, place: int, program: NodeProgram) -> Sequence[str]:
-        """Return the command to run here for the node at this place."""
         raise NotImplementedError
 
     def devices(self, place: int) -> Mapping[str, str]:  # noqa: ARG002 - for engines that divide a machine
@@ -167,12 +165,10 @@ class ProgramPerNode:
         return ""
 
     def status(self) -> EngineStatus:
-        """Return the report: these hosts are granted at once."""
         state = EngineState.ENDED if self._cancelled else EngineState.GRANTED
         return EngineStatus(engine=self.engine, state=state, hosts=self.hosts)
 
     def start(self, program: NodeProgram) -> str:
-        """Start the program for each host on which none runs."""
         for place in range(len(self.hosts)):
             before = self._running.get(place)
             if before is not None and before.exitcode is None:
@@ -188,7 +184,6 @@ class ProgramPerNode:
         return ""
 
     def statuses(self) -> tuple[ProgramStatus, ...]:
-        """Return the state of each program."""
         return tuple(self._program_status(place, program) for place, program in sorted(self._running.items()))
 
     def _program_status(self, place: int, program: StartedProgram) -> ProgramStatus:
@@ -200,7 +195,6 @@ class ProgramPerNode:
         return ProgramStatus(self.hosts[place], place, running=False, exitcode=code, words=words)
 
     def cancel(self) -> None:
-        """End all programs."""
         self._cancelled = True
         end_all(self._running.copy().values())
 
@@ -211,7 +205,6 @@ class ProcessAllocation(ProgramPerNode):
     engine = "process"
 
     def command(self, place: int, program: NodeProgram) -> Sequence[str]:  # noqa: ARG002 - all are alike
-        """Return the node program itself."""
         return (self.request.python, *program.arguments)
 
     def devices(self, place: int) -> Mapping[str, str]:
@@ -248,17 +241,10 @@ class ProcessEngine(Engine):
 
     @staticmethod
     def address(request: NodeRequest) -> str:  # noqa: ARG004 - as for every engine
-        """Return the loopback address."""
         return "127.0.0.1"
 
     @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
-        """Return (): the keeper ends what is below it."""
-        return ()
-
-    @staticmethod
     def ask(request: NodeRequest) -> Allocation:
-        """Grant the most nodes that the run takes."""
         host = platform.node()
         names = [f"{host}-{number}" for number in range(1, request.most + 1)]
         return ProcessAllocation(request, names if request.most > 1 else [host])

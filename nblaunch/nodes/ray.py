@@ -81,7 +81,6 @@ class RayAllocation:
         )
 
     def status(self) -> EngineStatus:
-        """Return Ray's report."""
         self._read()
         report, cancelled = self._report, self._cancelled
         return EngineStatus(
@@ -95,7 +94,6 @@ class RayAllocation:
         )
 
     def start(self, program: NodeProgram) -> str:
-        """Start a program on each node on which none runs."""
         self._read()
         with self._lock:
             self._starts += 1
@@ -113,7 +111,6 @@ class RayAllocation:
         return ""
 
     def statuses(self) -> tuple[ProgramStatus, ...]:
-        """Return the state of each program."""
         self._read()
         return tuple(self._statuses[place] for place in sorted(self._statuses))
 
@@ -133,7 +130,6 @@ class RayAllocation:
             self._link.sendall(json.dumps(fields).encode() + b"\n")
 
     def _read(self) -> None:
-        """Read the driver's reports."""
         with self._lock:
             while not self._cancelled and self._report.state is not EngineState.ENDED:
                 try:
@@ -172,7 +168,6 @@ class RayEngine(Engine):
 
     @staticmethod
     def check(request: NodeRequest) -> None:
-        """Raise `OptionError` where ray is not installed."""
         needed = {"ray": "ray"} | ({"grpc": "grpcio"} if _address(request).startswith(_CLIENT) else {})
         for module, package in needed.items():
             if importlib.util.find_spec(module) is None:
@@ -181,7 +176,6 @@ class RayEngine(Engine):
 
     @staticmethod
     def address(request: NodeRequest) -> str:
-        """Return the address of this machine on the way to the head of the cluster."""
         address = _address(request).removeprefix(_CLIENT)
         if address == _AUTO:
             # As Ray finds it: `ray start` records the cluster that it joined last.
@@ -195,13 +189,7 @@ class RayEngine(Engine):
         return own_address([host] if host else [])
 
     @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
-        """Return (): Ray takes back the nodes of a driver that is gone."""
-        return ()
-
-    @staticmethod
     def ask(request: NodeRequest) -> Allocation:
-        """Have a driver ask for a placement group."""
         return RayAllocation(request)
 
 

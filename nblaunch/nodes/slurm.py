@@ -175,7 +175,6 @@ class SlurmAllocation:
         """Whether Slurm has confirmed it; a job that is the caller's is left to them."""
 
     def status(self) -> EngineStatus:
-        """Return Slurm's report; while Slurm does not answer, the last one."""
         if self._salloc is not None and not self._id:
             code = self._salloc.exitcode  # first: what has ended has printed all
             printed = self._salloc.printed()
@@ -189,10 +188,10 @@ class SlurmAllocation:
         if self._cancelled:
             self._status = replace(self._status, state=EngineState.ENDED, words="given back", reason="")
         elif self._id and self._status.state is not EngineState.ENDED:
-            self._status = self._asked()
+            self._status = self._job_status()
         return self._status
 
-    def _asked(self) -> EngineStatus:
+    def _job_status(self) -> EngineStatus:
         """Ask squeue. Slurm forgets ended jobs after a while."""
         gone = replace(self._status, state=EngineState.ENDED, words="it is gone", reason="")
         try:
@@ -201,23 +200,25 @@ class SlurmAllocation:
             # Asked about a task of an array, it may answer about all of them.
             job = next((job for job in jobs if job.id == self._id), None)
             if job is not None and job.engine_state is EngineState.GRANTED and not self._hosts:
-                there = _expanded(self._request, job.nodes)
+                there = _host_names(self._request, job.nodes)
                 self._hosts = tuple(each for each in there if each != self._request.spared)[
                     : self._request.most
                 ]
         except (OSError, subprocess.SubprocessError, LaunchError) as error:
-            return _silent(self._status, str(error))
+            return _without_answer(self._status, str(error))
         if job is None:
             unlisted = code == 0 and (bool(jobs) or not answer.strip())
             if "Invalid job id" in answer or self._is_missing(unlisted=unlisted):
                 return gone
-            return _silent(self._status, answer.strip() or "squeue does not list it")
+            return _without_answer(self._status, answer.strip() or "squeue does not list it")
         self._missing = None
         state, words = job.engine_state, job.state
         if state is EngineState.ENDING:
             # squeue shows the final state only once the job's processes are gone, which may take long.
             self._completing = self._completing or time.monotonic()
-            words = _REASONS.get(job.reason) or self._words_of_steps() or words
+            with self._lock:
+                printed = "\n".join(step.srun.printed() for step in self._steps)
+            words = _REASONS.get(job.reason) or words_of_end(printed) or words
             if words != job.state or time.monotonic() > self._completing + _COMPLETING_SECONDS:
                 state = EngineState.ENDED
         waiting, held = state is EngineState.WAITING, state is EngineState.GRANTED
@@ -249,11 +250,6 @@ class SlurmAllocation:
         code, printed = query.exitcode, query.printed()
         return code, printed if printed.strip() or code == 0 else f"squeue took {_ANSWER_SECONDS:g} s"
 
-    def _words_of_steps(self) -> str:
-        with self._lock:
-            printed = "\n".join(step.srun.printed() for step in self._steps)
-        return words_of_end(printed)
-
     @property
     def _of_steps(self) -> dict[str, str]:
         """The environment of srun: a node of our own job can give it back where nobody else is left."""
@@ -262,7 +258,6 @@ class SlurmAllocation:
         return {**self._environ, AT_END: shlex.join(("scancel", "-Q", self._id))}
 
     def start(self, program: NodeProgram) -> str:
-        """Start a step on all hosts; later, one on each host whose program has ended."""
         if not self._steps:
             self._add_step(program, range(len(self._hosts)))
             return ""
@@ -292,7 +287,6 @@ class SlurmAllocation:
             end_all([step.srun])
 
     def statuses(self) -> tuple[ProgramStatus, ...]:
-        """Return the state of each program."""
         with self._lock:
             steps = tuple(self._steps)
         latest = {program.place: program for step in steps for program in step.statuses()}
@@ -336,7 +330,6 @@ class SlurmStep:
         """Tasks that have ended and of which nothing is printed: since when (monotonic)."""
 
     def statuses(self) -> Iterator[ProgramStatus]:
-        """Yield the state of its tasks, from what srun prints about them."""
         code = self.srun.exitcode
         printed = self.srun.printed()
         ended = ends_of_tasks(printed, self.hosts)
@@ -401,7 +394,6 @@ class SlurmEngine(Engine):
 
     @staticmethod
     def check(request: NodeRequest) -> None:
-        """Raise `OptionError` for options that nblaunch sets itself, and for missing Slurm programs."""
         if refused := refused_word(request.words):
             msg = f"--slurm has an option that nblaunch sets itself: {refused}."
             raise OptionError(msg)
@@ -415,7 +407,6 @@ class SlurmEngine(Engine):
 
     @staticmethod
     def address(request: NodeRequest) -> str:
-        """Return the address of this machine on the way to the nodes."""
         job = request.environ.get("SLURM_JOB_NODELIST")
         of_job = ("-n", job) if surrounding_job(request.environ, request.words) and job else ()
         try:
@@ -434,7 +425,6 @@ class SlurmEngine(Engine):
 
     @staticmethod
     def ask(request: NodeRequest) -> Allocation:
-        """Ask for an allocation, or take that of the caller."""
         return SlurmAllocation(request)
 
 
@@ -468,7 +458,7 @@ def _for_answers(request: NodeRequest) -> dict[str, str]:
     return {**_environ(request), "SLURM_TIME_FORMAT": "%s"}
 
 
-def _expanded(request: NodeRequest, nodes: str) -> tuple[str, ...]:
+def _host_names(request: NodeRequest, nodes: str) -> tuple[str, ...]:
     """Return the names of hosts that Slurm has in short: h[1-3]."""
     if not re.search(r"[\[,]", nodes):
         return (nodes,)
@@ -492,5 +482,5 @@ def _run(request: NodeRequest, *command: str, seconds: float) -> str:
     ).stdout
 
 
-def _silent(status: EngineStatus, why: str) -> EngineStatus:
+def _without_answer(status: EngineStatus, why: str) -> EngineStatus:
     return replace(status, reason=f"Slurm does not answer: {last_lines(why).partition(chr(10))[0]}")

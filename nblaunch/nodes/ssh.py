@@ -34,12 +34,10 @@ class SshAllocation(ProgramPerNode):
     engine = "ssh"
 
     def command(self, place: int, program: NodeProgram) -> Sequence[str]:
-        """Return ssh's command line; the remote command is one word, which the host's shell splits."""
         remote = ["env", f"{PLACE}={place}", self.request.python, *program.arguments]
         return (*_ssh(self.request), *_OPTIONS, *_to(self.hosts[place]), f"exec {shlex.join(remote)}")
 
     def hint(self, place: int, exitcode: int, words: str) -> str:
-        """Return what to do where ssh itself has failed, or the host has no such Python."""
         if exitcode == _SSH_FAILED and not words:
             return "It was killed there, or the connection was lost."
         if exitcode == _SSH_FAILED:
@@ -66,17 +64,10 @@ class SshEngine(Engine):
 
     @staticmethod
     def address(request: NodeRequest) -> str:
-        """Return the address of this machine on the way to the first host."""
         return own_address(_addresses(request))
 
     @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as for every engine
-        """Return (): the keeper ends ssh, and a node ends with its connection."""
-        return ()
-
-    @staticmethod
     def ask(request: NodeRequest) -> Allocation:
-        """Grant them."""
         return SshAllocation(request, request.argument.split(","))
 
 

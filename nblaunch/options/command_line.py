@@ -28,7 +28,7 @@ _UNKNOWN = "--?"
 _TEXT = "\0"
 """Before a word that argparse must not take for an option; no shell's word has it."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
-"""What argparse reads as a value."""
+"""Words that argparse reads as a value."""
 _ATTACHED = re.compile(r"(-[A-Za-z]+)(\d+)")
 _MAGIC = re.compile(r"\s*%%?\w+\s")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
@@ -36,7 +36,7 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class ParsedLine:
-    """What the line of a magic asks for."""
+    """The parsed line of a magic."""
 
     options: LaunchOptions
     rest: tuple[str, ...] = ()
@@ -116,7 +116,6 @@ class _Collect(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Keep one option."""
         namespace.given.append((option_string, values))
 
 
@@ -135,7 +134,6 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("rest", nargs=argparse.REMAINDER)
 
     def error(self, message: str) -> NoReturn:
-        """Raise in place of printing and exiting."""
         raise OptionError(message, kind=FailureKind.UNKNOWN_OPTION)
 
     def take_apart(self, words: Sequence[str]) -> tuple[list[tuple[str, str | None]], Sequence[str]]:
@@ -177,7 +175,6 @@ class _Parser(argparse.ArgumentParser):
         return word if word.partition("=")[0] in self.flags else f"{_UNKNOWN}={word}"
 
     def without_value(self, spelling: str, words: Sequence[str]) -> OptionError:
-        """Return the error for an option that lacks its value."""
         takes = self.flags[spelling].kind
         after = (following for word, following in itertools.pairwise([*words, ""]) if word == spelling)
         option = next((each for each in after if each.startswith("-")), None)
@@ -188,7 +185,6 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def unknown(self, word: str, words: Sequence[str]) -> OptionError:
-        """Return the error for an option that does not exist, on a line of these words."""
         spelling, equals, value = word.partition("=")
         options = list(dict.fromkeys(self.flags.values()))
         if not equals:
@@ -202,7 +198,6 @@ class _Parser(argparse.ArgumentParser):
         return unknown(spelling, self._meanings(spelling), [each.flags[0] for each in options], foreign)
 
     def out_of_place(self, word: str) -> OptionError:
-        """Return the error for a word that is no option."""
         meanings = self._meanings(word)
         guess = nearest(f"--{word.partition('=')[0]}", meanings)
         what_to_do = "Leave it out, or write the option that it is the value of before it."
@@ -244,7 +239,6 @@ def options_help(prog: str, *, script: bool = False) -> str:
 
 
 def options_on_a_screen(prog: str) -> str:
-    """Return the help of a magic that fits a screen: what `prog?` shows."""
     return (
         f"{prog} [options]\n\nRuns the cell on N torch ranks: those of the open session, else fresh ones.\n\n"
         f"{short_help(_options(script=False))}\n\n{prog} --help explains all of them."

@@ -1,4 +1,4 @@
-"""What the value of an option may be: one `Kind` for each sort of value.
+"""The kinds of option values: one `Kind` for each.
 
 A kind does not know the name of its option. It raises `ValueError`: without a message where the value
 is simply not what it takes, with one ("what is true. What to do.") where there is more to explain.
@@ -44,7 +44,7 @@ _AGENT_VARIABLE = re.compile(
     r"|TORCHELASTIC_(?!(?:ENABLE_FILE_TIMER|TIMER_FILE)\Z).*",
     re.DOTALL,
 )
-"""What torchelastic sets in each rank (`LocalElasticAgent._start_workers`); two variables it only reads."""
+"""Variables of `LocalElasticAgent._start_workers` in each rank; two variables torchelastic only reads."""
 
 
 class EnvironmentVariables(Mapping[str, str]):
@@ -59,19 +59,15 @@ class EnvironmentVariables(Mapping[str, str]):
     __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, str] | None = None) -> None:
-        """Keep a copy of `values`."""
         self._values = dict(values or {})
 
     def __getitem__(self, name: str) -> str:
-        """Return the value of one variable."""
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the names, in the order given."""
         return iter(self._values)
 
     def __len__(self) -> int:
-        """Return the number of variables."""
         return len(self._values)
 
     def __hash__(self) -> int:
@@ -236,13 +232,11 @@ def _text(takes: str, metavar: str, **columns: Any) -> Callable[[Callable[[str],
 
 
 def choice(*words: str) -> Kind:
-    """Take one of some words."""
     return _text(_alternatives(*words), "NAME", words=words)(words.__contains__)
 
 
 @_text("text on one line that is not empty", "NAME")
 def one_line(text: str) -> bool:
-    """Take text without control characters."""
     return text.isprintable() and text != ""
 
 
@@ -254,7 +248,6 @@ def line_prefix(text: str) -> bool:
 
 @_text("a Python name, as in results", "VARIABLE")
 def python_name(text: str) -> bool:
-    """Take a name that a Python program can assign to."""
     return text.isidentifier() and not iskeyword(text)
 
 
@@ -281,7 +274,7 @@ def _is_endpoint(text: str) -> bool:
     words=_ENGINES,
 )
 def engine(text: str) -> bool:
-    """Take the name of what places nodes, with what it needs to know behind an equals sign."""
+    """Take the name of an engine, with its argument behind an equals sign."""
     name, equals, argument = text.partition("=")
     if name == "ssh":
         hosts = [_SSH_HOST.fullmatch(each) for each in argument.split(",")]
@@ -348,7 +341,6 @@ def backend(value: object) -> str:
 
 @_kind("a number of nodes, or the least and the most as in 1:2", "N")
 def nodes(value: object) -> str:
-    """Take `2`, 2 or `1:2`; the value is a str."""
     if not isinstance(value, str):
         value = str(_whole(value, 1, _MOST_NODES))
     if not re.fullmatch(r"\d{1,6}(:\d{1,6})?", value):
@@ -480,7 +472,6 @@ def ranks(value: object) -> tuple[int, ...]:
     texts=_with_commas,
 )
 def texts(value: object) -> tuple[str, ...]:
-    """Take some texts, maybe none."""
     words = _several(value)
     if all(isinstance(word, str) and word and word.isprintable() and "," not in word for word in words):
         return words
@@ -540,7 +531,6 @@ def python_names(value: object) -> tuple[str, ...]:
 
 @_kind("the path of a directory", "PATH")
 def directory(value: object) -> str:
-    """Take a path that is a directory or can become one."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or not path or not _reaches_the_system(path):
         raise ValueError
@@ -559,7 +549,6 @@ def directory(value: object) -> str:
 
 @_kind("the path of a file", "FILE")
 def file_path(value: object) -> str:
-    """Take the path of a file that is there or can be made."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or not path or not path.isprintable() or not _reaches_the_system(path):
         raise ValueError
@@ -634,7 +623,6 @@ def _without_values(value: object) -> str:
     join=lambda before, more: EnvironmentVariables({**before, **more}),
 )
 def variables(value: object) -> EnvironmentVariables:
-    """Take environment variables for the ranks."""
     if not isinstance(value, Mapping):
         raise ValueError
     for name, text in value.items():

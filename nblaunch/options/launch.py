@@ -332,29 +332,16 @@ class LaunchOptions:
         2
         """
         values: dict[str, object] = {}
+        refused = {"notebook": True, "session": not of_session, "script": not script}
         for keyword, value in keywords.items():
             found = _BY_KEYWORD.get(keyword)
             if found is None:
                 written = f"{keyword}="
                 foreign = foreign_meaning(written, None, _OF_RUN)
                 raise unknown(written, _KEYWORD_MEANINGS, [f"{each.name}=" for each in _OF_RUN], foreign)
-            if found.scope == "notebook":
-                message = (
-                    f"{keyword}= was asked for, but only a magic has this option ({found.flags[0]}). "
-                    "Leave it out; in Python assign what the call returns."
-                )
-                raise OptionError(message)
-            if found.scope == "session" and not of_session:
-                message = (
-                    f"{keyword}= was asked for, but only a session has this option. Leave it out, or use "
-                    f"Session({keyword}=...)."
-                )
-                raise OptionError(message)
-            if found.scope == "script" and not script:
-                message = (
-                    f"{keyword}= was asked for, but only a script has this option. Leave it out, or give "
-                    'run() the path of a script: run("train.py").'
-                )
+            if refused.get(found.scope):
+                only = _ONLY[found.scope].format(keyword=keyword, flag=found.flags[0])
+                message = f"{keyword}= was asked for, but only {only}"
                 raise OptionError(message)
             if found.name in values:
                 both = " and ".join(f"{known}=" for known in found.keywords if known in keywords)
@@ -404,6 +391,11 @@ class LaunchOptions:
 OPTIONS: tuple[Option, ...] = tuple(each.metadata["row"](name=each.name) for each in fields(LaunchOptions))
 """The table: one row for each field."""
 
+_ONLY = {
+    "notebook": "a magic has this option ({flag}). Leave it out; in Python assign what the call returns.",
+    "session": "a session has this option. Leave it out, or use Session({keyword}=...).",
+    "script": 'a script has this option. Leave it out, or give run() the path of a script: run("train.py").',
+}
 _BY_KEYWORD = {keyword: each for each in OPTIONS for keyword in each.keywords}
 _OF_RUN = [each for each in OPTIONS if each.scope not in ("notebook", "session")]
 _KEYWORD_MEANINGS = {
@@ -411,7 +403,7 @@ _KEYWORD_MEANINGS = {
     for each in _OF_RUN
     for spelling in each.spellings
 } | {f"{keyword}=": f"{keyword}=" for each in _OF_RUN for keyword in each.keywords}
-"""What may be written as a keyword, also by someone who thinks of the flag, and the keyword it stands for."""
+"""Spellings of keywords, also those of the flags, and the keyword that each stands for."""
 
 # `help(nblaunch.LaunchOptions)` is where someone without the docs at hand looks.
 LaunchOptions.__doc__ = f"{LaunchOptions.__doc__}\n{plain_help(OPTIONS)}\n"

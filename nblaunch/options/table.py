@@ -14,7 +14,7 @@ from nblaunch._help import FailureKind
 from nblaunch.options.kinds import Kind, brief
 
 Scope = Literal["notebook", "cell", "session", "group", "node", "rendezvous", "engine", "script"]
-"""What an option belongs to.
+"""The scope of an option.
 
 * notebook: what a magic does with one cell and its result. `run()` and `Session` have no such keyword.
 * cell: one run. In a session a cell may have its own value; the session's holds otherwise.
@@ -26,7 +26,7 @@ Scope = Literal["notebook", "cell", "session", "group", "node", "rendezvous", "e
 * script: how a script is run. A cell or a function has none of these.
 """
 Torchrun = Literal["variable", "flag", "comment", "omitted"]
-"""What torchrun has of an option.
+"""How torchrun has an option.
 
 * variable: a flag, and a `PET_` variable, which is read here as well.
 * flag: a flag alone.
@@ -92,12 +92,10 @@ class Option:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Every keyword, the name first."""
         return (self.name, *self.aliases)
 
     @property
     def variable(self) -> str | None:
-        """The `PET_` variable that gives the value where nothing explicit does."""
         return f"PET_{self.name.upper()}" if self.torchrun == "variable" else None
 
     @property
@@ -224,7 +222,6 @@ def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str], fore
 
 
 def grouped(options: Iterable[Option]) -> dict[str, list[Option]]:
-    """Return the options by the title of their group, in the order of use."""
     everything = list(options)
     daily = sorted((each for each in everything if each.everyday), key=lambda each: each.everyday)
     groups = {_EVERY_DAY: daily}

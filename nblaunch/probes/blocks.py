@@ -14,6 +14,7 @@ more those of the few blocks that somebody asks about.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ _SMALL = 1 << 14
 DIGEST = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_CODES = {
+CODES = {
     torch.float32: "f",
     torch.float64: "d",
     torch.float16: "e",
@@ -52,18 +53,11 @@ _CODES = {
 
 
 def digest(*parts: bytes) -> bytes:
-    """Return a digest of some bytes."""
     found = hashlib.blake2b(digest_size=DIGEST)
     for part in parts:
         found.update(len(part).to_bytes(8, "little"))
         found.update(part)
     return found.digest()
-
-
-def _weights() -> torch.Tensor:
-    """Return the numbers that words are multiplied by: the same on every rank and in every version."""
-    stream = hashlib.shake_256(b"nblaunch.diff").digest(_LANES * _WORDS * 8)
-    return torch.tensor(array("q", stream), dtype=torch.int64).view(_LANES, _WORDS)
 
 
 @dataclass(slots=True)
@@ -80,12 +74,7 @@ class HashedTensor:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks."""
         return len(self.digests) // DIGEST
-
-    def ranges(self, start: int, stop: int, step: int) -> tuple[bytes, ...]:
-        """Return the digests of blocks, so many together."""
-        return ranges(self.digests, start, stop, step)
 
     def pieces(self, blocks: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
         """Read some blocks again; return the hashes of their pieces."""
@@ -128,7 +117,7 @@ _CONVERTED = {torch.bfloat16} | {
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name)
 }
-_CODES.update(dict.fromkeys(_CONVERTED, "f"))
+CODES.update(dict.fromkeys(_CONVERTED, "f"))
 
 
 def hashed(
@@ -144,7 +133,7 @@ def hashed(
         source,
         shape if size else tuple(source.shape),
         size or source.element_size(),
-        code if size else _CODES.get(source.dtype, ""),
+        code if size else CODES.get(source.dtype, ""),
     )
     size_of_all = source.numel() * source.element_size()
     if source.device.type == "cpu" and 0 < size_of_all <= _SMALL:
@@ -174,7 +163,7 @@ def piece_hashes(data: torch.Tensor) -> bytes:
     if data.storage_offset() % 4:
         data = data.clone()
     words = data.view(torch.int32).view(-1, _WORDS)
-    weights = _weights_on(data.device)
+    weights = weights_on(data.device)
     long = words.to(torch.int64)
     lanes = torch.stack([(long * weights[lane]).sum(1) for lane in range(_LANES)], 1)
     return _raw(lanes.cpu().view(torch.uint8))
@@ -186,19 +175,11 @@ def ranges(digests: bytes, start: int, stop: int, step: int) -> tuple[bytes, ...
     return tuple(each if len(each) == DIGEST else digest(each) for each in found if each)
 
 
-_on_device: dict[torch.device, torch.Tensor] = {}
-
-
-def _weights_on(device: torch.device) -> torch.Tensor:
-    known = _on_device.get(device)
-    if known is None:
-        known = _on_device[device] = _weights().to(device)
-    return known
-
-
-def forget_weights() -> None:
-    """Free what the weights take on devices."""
-    _on_device.clear()
+@functools.cache
+def weights_on(device: torch.device) -> torch.Tensor:
+    """Return the numbers that words are multiplied by: the same on every rank and in every version."""
+    stream = hashlib.shake_256(b"nblaunch.diff").digest(_LANES * _WORDS * 8)
+    return torch.tensor(array("q", stream), dtype=torch.int64).view(_LANES, _WORDS).to(device)
 
 
 def _chunks(source: torch.Tensor, size: int) -> Iterator[torch.Tensor]:

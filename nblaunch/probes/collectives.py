@@ -83,7 +83,6 @@ class Call:
 
     @property
     def root(self) -> int | None:
-        """The root's rank within the group."""
         return None if self.form.root is None else int(self.arguments[self.form.root])
 
     @property
@@ -92,7 +91,6 @@ class Call:
         return self.operation in _SUMMING
 
     def sent(self) -> Sequence[torch.Tensor]:
-        """Return the tensors that this rank sends."""
         form = self.form
         if form.sent is None or (form.from_root and self.root != self.group.rank()):
             return ()
@@ -103,7 +101,6 @@ class Call:
         return () if self.form.sized is None else _tensors(self.arguments[self.form.sized])
 
     def dtype(self) -> torch.dtype | None:
-        """Return the type of the elements."""
         if self.form.sent is None:
             return None
         # A rank that only receives from the root has an empty list of inputs.
@@ -128,7 +125,6 @@ class Listening:
         self._library: Any = None
 
     def begin(self) -> None:
-        """Begin; raises whatever torch does if its operators are not as we know them."""
         self._library = torch.library.Library("c10d", "IMPL")
         try:
             for operator, form in _known():
@@ -138,7 +134,6 @@ class Listening:
             raise
 
     def end(self) -> None:
-        """End; the operators are as they were."""
         library, self._library = self._library, None
         if library is not None:
             library._destroy()  # noqa: SLF001 - torch's own tests remove kernels in this way

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
+from nblaunch._budget import shortened
 from nblaunch.capture.parts import TORCH_CHILDREN, Part, closure_of, named_parts, states_of, type_name
 from nblaunch.insight.comparing import ALL, EntryShown, Outline
-from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, hashed, ranges
+from nblaunch.probes.blocks import CODES, DIGEST, HashedTensor, digest, hashed, ranges
 
 MOST_ENTRIES = 200_000
 _LONG = 64
@@ -84,7 +85,6 @@ class Contents:
             self._digests[domain] = b"".join(self._own(self.entries[place]) for place in places)
 
     def outline(self) -> Outline:
-        """Return the digest of each domain."""
         domains = {
             domain: (len(digests) // DIGEST, digest(digests)) for domain, digests in self._digests.items()
         }
@@ -103,7 +103,7 @@ class Contents:
         """Return the notes on an entry."""
         part, tensor = entry.part, entry.part.tensor
         known = digest(part.content) if domain == ALL else self._own(entry)
-        path, head = _clipped(entry.path, _PATH), _clipped(part.head, 2 * _SHOWN)
+        path, head = shortened(entry.path, _PATH, len), shortened(part.head, 2 * _SHOWN, len)
         # A shard is looked into by those that hold the same one.
         if tensor is None or part.domain != domain:
             return EntryShown(path, head, part.shown, known)
@@ -115,7 +115,7 @@ class Contents:
     def has(self, path: str) -> bool:
         """Whether there is an entry of this path."""
         if self._paths is None:
-            self._paths = frozenset(_clipped(each.path, _PATH) for each in self.entries)
+            self._paths = frozenset(shortened(each.path, _PATH, len) for each in self.entries)
         return path in self._paths
 
     def _own(self, entry: ListedPart) -> bytes:
@@ -138,7 +138,11 @@ class Contents:
             stack.append((path, obj, part.children))
             while stack:
                 inside, parent, children = stack[-1]
-                child = self._next(inside, children)
+                try:
+                    child = next(children, None)
+                except Exception as error:  # noqa: BLE001 - of the user's objects
+                    self._note(inside, error)
+                    child = None
                 if child is not None:
                     path, obj = _joined(inside, child[0]), child[1]
                     break
@@ -149,13 +153,6 @@ class Contents:
                         self._walked[id(parent)] = parent
             if not stack:
                 return
-
-    def _next(self, path: str, children: Iterator[Part]) -> Part | None:
-        try:
-            return next(children, None)
-        except Exception as error:  # noqa: BLE001 - of the user's objects
-            self._note(path, error)
-            return None
 
     def _add(self, path: str, part: TakenApart) -> None:
         texts = (path.encode("utf-8", "replace"), part.head.encode("utf-8", "replace"))
@@ -177,13 +174,13 @@ class Contents:
             return TakenApart(f"{type_of(obj)}, not compared")
         if found.head.endswith(_SHARD_OF_FSDP1):
             self.notes.append(
-                f"{_clipped(path, _SHOWN)} is a shard of FSDP1: only type and shape were compared"
+                f"{shortened(path, _SHOWN, len)} is a shard of FSDP1: only type and shape were compared"
             )
         return found
 
     def _note(self, path: str, error: Exception) -> None:
         # The message of an error may hold addresses.
-        self.notes.append(f"{_clipped(path, _SHOWN)} was not compared ({type(error).__name__})")
+        self.notes.append(f"{shortened(path, _SHOWN, len)} was not compared ({type(error).__name__})")
 
     def tensor(self, key: object, tensor: torch.Tensor, **as_what: Any) -> HashedTensor:
         """Return the hashes of a tensor, of which `key` is the object: each is read once."""
@@ -201,11 +198,7 @@ def _content_of(part: TakenApart) -> bytes:
 def _joined(path: str, suffix: str) -> str:
     """Return the path of a part, in bounds also at the end of a long chain."""
     whole = path + suffix
-    return whole if len(whole) <= _LONGEST_PATH else _clipped(whole, _LONGEST_PATH // 2)
-
-
-def _clipped(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 :]}"
+    return whole if len(whole) <= _LONGEST_PATH else shortened(whole, _LONGEST_PATH // 2, len)
 
 
 def type_of(obj: object) -> str:
@@ -268,7 +261,7 @@ def _plain_part(obj: Any) -> TakenApart:
             content = repr(obj).encode()
     if isinstance(obj, str | bytes | bytearray) and len(obj) > 2 * _SHOWN:
         return TakenApart(f"{type_of(obj)} of length {len(obj)}", digest(content))
-    return TakenApart(type_of(obj), bytes(content), _clipped(repr(obj), _SHOWN))
+    return TakenApart(type_of(obj), bytes(content), shortened(repr(obj), _SHOWN, len))
 
 
 def _sequence(obj: Sequence[Any], tensor: Any) -> TakenApart:
@@ -293,7 +286,7 @@ def _items(obj: Mapping[Any, Any]) -> Iterator[Part]:
 
 
 def _key_of(key: Any) -> tuple[str, Any, str]:
-    """Return what keys are sorted by, and how paths show them."""
+    """Return the sort key of a dict key, and its text in paths."""
     kind = type(key).__name__
     if type(key) in {int, str}:
         return kind, key, repr(key)
@@ -325,17 +318,16 @@ def _function(obj: types.FunctionType) -> TakenApart:
 
 
 def _code_bytes(code: types.CodeType) -> bytes:
-    """Return what a function does, without the places of its lines."""
+    """Return the digest of a code object, without line numbers."""
     constants = [
-        _code_bytes(each) if isinstance(each, types.CodeType) else _constant(each) for each in code.co_consts
+        _code_bytes(each)
+        if isinstance(each, types.CodeType)
+        # In any order, from process to process.
+        else repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each).encode()
+        for each in code.co_consts
     ]
     names = "\0".join((*code.co_names, *code.co_varnames)).encode()
     return digest(code.co_code, names, *constants)
-
-
-def _constant(value: Any) -> bytes:
-    # In any order, from process to process.
-    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value).encode()
 
 
 def _reduced(obj: Any) -> TakenApart:
@@ -449,23 +441,6 @@ def _sharded(obj: Any, tensor: Any, head: str) -> TakenApart:
 
 # --- other packages, none of which is imported here -----------------------------------------------------
 
-_ARRAY_CODES = {
-    "float16": "e",
-    "float32": "f",
-    "float64": "d",
-    "complex64": "F",
-    "complex128": "D",
-    "bool": "?",
-    "int8": "b",
-    "int16": "h",
-    "int32": "i",
-    "int64": "q",
-    "uint8": "B",
-    "uint16": "H",
-    "uint32": "I",
-    "uint64": "Q",
-}
-
 
 def _of_other_packages(obj: Any, tensor: Any) -> TakenApart | None:
     """Take an array, a data frame or a series apart; None for anything else."""
@@ -473,7 +448,7 @@ def _of_other_packages(obj: Any, tensor: Any) -> TakenApart | None:
     if numpy is not None and type(obj) in {numpy.ndarray, numpy.memmap}:
         return _array(obj, tensor, numpy)
     if numpy is not None and isinstance(obj, numpy.generic):
-        return TakenApart(f"numpy.{obj.dtype}", obj.tobytes(), _clipped(str(obj), _SHOWN))
+        return TakenApart(f"numpy.{obj.dtype}", obj.tobytes(), shortened(str(obj), _SHOWN, len))
     if type(obj).__module__.partition(".")[0] != "pandas":
         return None
     if hasattr(obj, "columns") and hasattr(obj, "index"):
@@ -499,7 +474,8 @@ def _array(obj: Any, tensor: Any, numpy: Any) -> TakenApart:
         return TakenApart(head)
     data = numpy.ascontiguousarray(obj)
     data = data if data.flags.writeable else data.copy()  # torch warns of what it must not write to
-    code = _ARRAY_CODES.get(obj.dtype.name, "") if obj.dtype.isnative else ""
+    known = obj.dtype.isnative and obj.dtype.kind in "biufc"
+    code = CODES.get(getattr(torch, obj.dtype.name, obj.dtype), "") if known else ""
     raw = torch.frombuffer(data.reshape(-1).view(numpy.uint8), dtype=torch.uint8)
     return TakenApart(
         head, tensor=tensor(obj, raw, shape=tuple(obj.shape), size=obj.dtype.itemsize, code=code)

@@ -64,7 +64,6 @@ class Announced:
 
     @property
     def nearest(self) -> str:
-        """The innermost line."""
         return self.stack.rpartition("\n")[2]
 
 
@@ -95,11 +94,9 @@ class RowsOfRanks:
         self._own = rank * _ROW_BYTES
 
     def close(self) -> None:
-        """Unmap the file."""
         self._map.close()
 
     def write(self, head: bytes, slot: int, words: bytes, stack: bytes) -> None:
-        """Write what this rank is about to begin."""
         text = b"%s\n%s" % (words[:_WORDS_BYTES], stack)
         text = text[:_TEXT_BYTES]
         at = self._own + slot * _SLOT_BYTES
@@ -119,7 +116,7 @@ class RowsOfRanks:
         return False
 
     def announced(self, head: bytes, slot: int, ranks: Sequence[int]) -> dict[int, tuple[bytes, Announced]]:
-        """Return what the ranks that are in the same collective have written: signatures, and words."""
+        """Return by rank what it announced of the same collective: signature, and words."""
         found = {}
         for rank in ranks:
             whole = self._whole(rank * _ROW_BYTES + slot * _SLOT_BYTES, head[:_SAME_COLLECTIVE])
@@ -170,7 +167,6 @@ class Desync:
         """What a comparison with another machine has found."""
 
     def __call__(self, call: Call) -> None:
-        """Write what is about to begin, and compare."""
         group = call.group
         key = (group.group_name, group.size(), group.rank())
         try:
@@ -207,7 +203,6 @@ class Desync:
         self._elsewhere.begin()
 
     def close(self) -> None:
-        """End."""
         if self._elsewhere is not None:
             self._elsewhere.end()
         self._table.close()

@@ -17,16 +17,9 @@ from nblaunch._errors import NblaunchError
 from nblaunch.insight.comparing import (
     ALL,
     Ask,
-    AskBlocks,
-    AskElements,
-    AskEnd,
-    AskEntry,
-    AskListing,
-    AskOutline,
-    AskPath,
-    AskPieces,
-    AskRanges,
-    AskShown,
+    ElementBytes,
+    EntryPlace,
+    EntryShown,
     Outline,
     Round,
     compare,
@@ -34,7 +27,7 @@ from nblaunch.insight.comparing import (
 )
 from nblaunch.insight.difference import Difference
 from nblaunch.probes import surroundings
-from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, forget_weights
+from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, ranges, weights_on
 from nblaunch.probes.contents import Contents
 
 Find = Callable[[str], Any]
@@ -45,7 +38,6 @@ class Holding:
     """What a rank has read for one comparison, and its answers."""
 
     def __init__(self, find: Find) -> None:
-        """Compare what `find` returns."""
         self._find = find
         self._contents: list[Contents | None] = []
         self._hashes: dict[int, tuple[Any, HashedTensor]] = {}
@@ -53,40 +45,57 @@ class Holding:
 
     @torch.no_grad()
     def answer(self, ask: Ask) -> Any:
-        """Answer a question."""
-        match ask:
-            case AskOutline(names=names, env=env):
-                found = [self._outline(name) for name in names]
-                return (*found, *([self._surroundings()] if env else []))
-            case AskRanges(domain=domain, start=start, stop=stop, step=step):
-                return self._of(ask.place).ranges(domain, start, stop, step)
-            case AskEntry():
-                contents = self._of(ask.place)
-                entry = contents.entry(ask.domain, ask.index)
-                return None if entry is None else contents.shown(ask.domain, entry)
-            case AskPath(path=path):
-                return self._of(ask.place).has(path)
-            case AskBlocks(entry=entry):
-                return self._tensor(entry).ranges(ask.start, ask.stop, ask.step)
-            case AskPieces(entry=entry, blocks=blocks):
-                return self._tensor(entry).pieces(blocks)
-            case AskElements(entry=entry, pieces=pieces):
-                return self._tensor(entry).elements(pieces)
-            case AskListing():
-                return {path: known for path, (known, _) in self._parts.items()}
-            case AskShown(paths=paths):
-                return {path: self._parts[path][1] for path in paths if path in self._parts}
-            case AskEnd():
-                forget_weights()
-                return None
+        return getattr(self, ask.what)(*ask.arguments)
+
+    def outline(self, names: Sequence[str], env: bool) -> tuple[Outline, ...]:  # noqa: FBT001 - from afar
+        """Return an outline of each object; with `env` of the surroundings, too."""
+        return (*map(self._outline, names), *([self._surroundings()] if env else []))
+
+    def ranges(
+        self, place: int, domain: tuple[int, ...], start: int, stop: int, step: int
+    ) -> tuple[bytes, ...]:
+        """Return the digests of the entries from `start` to `stop`, `step` of them together."""
+        return self._of(place).ranges(domain, start, stop, step)
+
+    def entry(self, place: int, domain: tuple[int, ...], index: int) -> EntryShown | None:
+        """Return an entry of a domain; None if there are fewer."""
+        contents = self._of(place)
+        entry = contents.entry(domain, index)
+        return None if entry is None else contents.shown(domain, entry)
+
+    def has(self, place: int, path: str) -> bool:
+        return self._of(place).has(path)
+
+    def blocks(self, entry: EntryPlace, start: int, stop: int, step: int) -> tuple[bytes, ...]:
+        """Return the digests of a tensor's blocks from `start` to `stop`, `step` of them together."""
+        return ranges(self._tensor(*entry).digests, start, stop, step)
+
+    def pieces(self, entry: EntryPlace, blocks: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
+        """Return for each of these blocks the digests of its pieces."""
+        return self._tensor(*entry).pieces(blocks)
+
+    def elements(self, entry: EntryPlace, pieces: Sequence[int]) -> tuple[ElementBytes, ...]:
+        """Return the bytes of these pieces, which are counted from the start of the tensor."""
+        return self._tensor(*entry).elements(pieces)
+
+    def listing(self) -> dict[str, bytes]:
+        """Return the digest of each part of the surroundings."""
+        return {path: known for path, (known, _) in self._parts.items()}
+
+    def shown(self, paths: Sequence[str]) -> dict[str, str]:
+        """Return these parts of the surroundings as text, without secrets."""
+        return {path: self._parts[path][1] for path in paths if path in self._parts}
+
+    def end(self) -> None:
+        weights_on.cache_clear()
 
     def _of(self, place: int) -> Contents:
         contents = self._contents[place]
         assert contents is not None  # noqa: S101 - asked of ranks that have it
         return contents
 
-    def _tensor(self, asked: AskEntry) -> HashedTensor:
-        entry = self._of(asked.place).entry(asked.domain, asked.index)
+    def _tensor(self, place: int, domain: tuple[int, ...], index: int) -> HashedTensor:
+        entry = self._of(place).entry(domain, index)
         assert entry is not None  # noqa: S101 - asked of entries that were shown
         assert entry.part.tensor is not None  # noqa: S101 - likewise
         return entry.part.tensor
@@ -116,16 +125,16 @@ _held: dict[str, Holding] = {}
 
 def answer(token: str, ask: Ask, variables: Mapping[str, Any]) -> Any:
     """Answer a question of the comparison `token`. Raises `LookupError` if another one has begun since."""
-    if isinstance(ask, AskOutline):
+    if ask.what == "outline":
         _held.clear()
         _held[token] = Holding(lambda name: find_in(variables, name))
     holding = _held.get(token)
     if holding is None:
-        if isinstance(ask, AskEnd):
+        if ask.what == "end":
             return None
         msg = "the ranks have had another job while they were compared. Compare again."
         raise LookupError(msg)
-    if isinstance(ask, AskEnd):
+    if ask.what == "end":
         _held.clear()
     return holding.answer(ask)
 

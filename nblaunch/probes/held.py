@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nblaunch._budget import clipped
 from nblaunch.capture.arrays import last_base
 from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import FrameRecord, HeldMemory
@@ -85,7 +86,8 @@ def largest(
             found.add(_of_tensor(each))
     with contextlib.suppress(Exception):
         for part in _recorded(device, cells):
-            _recognise(found, part)
+            known = found.parts.get(part.key)
+            found.parts[part.key] = part if known is None else replace(known, made=part.made)
     with contextlib.suppress(Exception):
         here = [part for part in found.parts.values() if part.key[0] == (device or "cpu")]
         return tuple(_rows(here))
@@ -104,19 +106,15 @@ def _rows(parts: Sequence[HeldPart]) -> Iterator[HeldMemory]:
         if total < _LEAST:
             return
         named = next((part for part in group if part.name), first)
+        name = named.name if len(group) == 1 else named.root or named.name
         yield HeldMemory(
             size=total,
             what=first.what,
             count=len(group),
-            name=_short(named.name if len(group) == 1 else named.root or named.name),
+            name=clipped(name.encode("utf-8", "backslashreplace").decode(), _NAME_CHARACTERS, len),
             where=named.where,
             made=first.made,
         )
-
-
-def _short(name: str) -> str:
-    name = name.encode("utf-8", "backslashreplace").decode()
-    return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}…"
 
 
 # Parts, by kind.
@@ -145,7 +143,7 @@ def _of_tensor(tensor: torch.Tensor, **known: str) -> HeldPart | None:
 
 
 def _of_object(value: object, **known: str) -> HeldPart | None:
-    """Return what an object that may be large has in the host's memory; None for all others."""
+    """Return the host memory of an object of a type that may be large; None for other types."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         return _of_tensor(value, **known)  # type: ignore[arg-type]
@@ -215,9 +213,3 @@ def _line(frames: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str
     ]
     nearest = nearest_frame(stack)
     return "" if nearest is None else place(nearest)
-
-
-def _recognise(found: HeldParts, part: HeldPart) -> None:
-    """Add the line that made a part that is known, or the part if it is not."""
-    known = found.parts.get(part.key)
-    found.parts[part.key] = part if known is None else replace(known, made=part.made)

@@ -47,7 +47,6 @@ class OtherHosts:
         self._thread = threading.Thread(target=self._compare, name="nblaunch-watch", daemon=True)
 
     def begin(self) -> None:
-        """Begin to compare."""
         self._thread.start()
 
     def begun(self, entry: BegunElsewhere, first: int) -> None:
@@ -58,7 +57,6 @@ class OtherHosts:
             self._firsts.add(first)
 
     def end(self) -> None:
-        """End; what this rank has begun stays in the store."""
         self._ends.set()
         self._thread.join(_JOIN_SECONDS)
 

@@ -116,7 +116,7 @@ class LibraryPoints:
     def __init__(self, log: LogPoints, logged: Callable[[], Collection[str]]) -> None:
         """Give points to `log`; `logged` returns the names that have been logged in this job, by anybody."""
         self._log, self._logged = log, logged
-        self._owners: dict[str, str] = {}
+        self.owners: dict[str, str] = {}
         """By name: the library that it is taken from, "" if it is the program's."""
         self._postfixes = 0
         self._waiting: tuple[int | None, Mapping[str, object]] | None = None
@@ -130,7 +130,6 @@ class LibraryPoints:
         return library != "tqdm" or caller.partition(".")[0] not in _BARS_OF_THEIR_OWN
 
     def log(self, library: str, step: int | None, values: Mapping[str, object]) -> None:
-        """Log the numbers among `values`."""
         values = dict(_numbers(values))
         if library != "tqdm":
             self._send(library, step, values)
@@ -139,7 +138,7 @@ class LibraryPoints:
         if step is None:
             step = self._postfixes
         self._postfixes += 1
-        if values.keys() <= self._owners.keys():
+        if values.keys() <= self.owners.keys():
             self._send(library, step, values)
         else:
             self._waiting = (step, values)
@@ -151,10 +150,10 @@ class LibraryPoints:
             self._send("tqdm", *waiting)
 
     def _send(self, library: str, step: int | None, values: Mapping[str, object]) -> None:
-        if new := values.keys() - self._owners.keys():
+        if new := values.keys() - self.owners.keys():
             logged = self._logged()
-            self._owners.update({name: "" if name in logged else library for name in new})
-        if own := {name: value for name, value in values.items() if self._owners[name] == library}:
+            self.owners.update({name: "" if name in logged else library for name in new})
+        if own := {name: value for name, value in values.items() if self.owners[name] == library}:
             self._log(step, own)
 
     def failed(self, library: str, error: Exception) -> None:
@@ -175,12 +174,10 @@ def _numbers(values: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
                 yield name, value.detach()
         elif isinstance(value, Real):
             yield name, value
-        elif getattr(value, "size", None) == 1 and isinstance(number := _item(value), Real):
-            yield name, number
-
-
-def _item(array: Any) -> object:
-    return array.item() if hasattr(array, "item") else None
+        elif getattr(value, "size", None) == 1 and hasattr(value, "item"):
+            number = value.item()
+            if isinstance(number, Real):
+                yield name, number
 
 
 _points: LibraryPoints | None = None
@@ -193,7 +190,7 @@ class _Wrapped:
     """A method of a library's class, wrapped."""
 
     def __init__(self, owner: type, method: str, read: Read) -> None:
-        self._owner, self._method = owner, method
+        self.owner, self._method = owner, method
         self._original = original = vars(owner)[method]
         library = owner.__module__.partition(".")[0]
 
@@ -213,23 +210,18 @@ class _Wrapped:
         self._wrapper = wrapper
         setattr(owner, method, wrapper)
 
-    def is_on(self, owner: type) -> bool:
-        """Whether this is what wraps the method of a class, maybe below a wrapper of somebody else's."""
-        return owner is self._owner
-
     def undo(self) -> bool:
         """Give the class its method back; return whether the wrapper is gone.
 
         It stays, and does nothing between jobs, if somebody else has wrapped it since.
         """
-        if vars(self._owner).get(self._method) is not self._wrapper:
+        if vars(self.owner).get(self._method) is not self._wrapper:
             return False
-        setattr(self._owner, self._method, self._original)
+        setattr(self.owner, self._method, self._original)
         return True
 
 
 def _caller() -> str:
-    """Return the module that called the wrapper."""
     # No other way is quick enough to be taken at each call.
     return str(sys._getframe(2).f_globals.get("__name__"))  # noqa: SLF001
 
@@ -246,7 +238,11 @@ def _wrap(module: ModuleType) -> None:
     """Wrap the method that this module has, if it has it."""
     name, method, read = _METHODS[module.__name__]
     owner = getattr(module, name, None)
-    if isinstance(owner, type) and method in vars(owner) and not any(each.is_on(owner) for each in _wrapped):
+    if (
+        isinstance(owner, type)
+        and method in vars(owner)
+        and all(each.owner is not owner for each in _wrapped)
+    ):
         _wrapped.append(_Wrapped(owner, method, read))
 
 
@@ -276,12 +272,10 @@ class _WrappingLoader(importlib.abc.Loader):
         self._own = own
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as its own loader does."""
         made: ModuleType | None = self._own.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then wrap what it has."""
         module.__loader__ = self._own
         if module.__spec__ is not None:
             module.__spec__.loader = self._own

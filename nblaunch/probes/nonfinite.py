@@ -104,13 +104,13 @@ class NonFinite:
         """How many elements of gradients have been checked in this backward pass, as they were sent."""
 
     def begin(self) -> None:
-        """Begin to check losses and gradients."""
-        self._hook = optimizers.register_optimizer_step_pre_hook(self._before_step)
+        self._hook = optimizers.register_optimizer_step_pre_hook(
+            lambda optimizer, _arguments, _keywords: self._guarded(lambda: self._check_gradients(optimizer))
+        )
         self._backward = torch.autograd.backward
         torch.autograd.backward = self._watched_backward
 
     def end(self) -> None:
-        """End; torch is as it was."""
         if self._hook is not None:
             self._hook.remove()
         if self._backward is not None:
@@ -142,9 +142,6 @@ class NonFinite:
             if self._in_backward and call.sums:
                 self._sent += sum(each.numel() for each in tensors)
             self._check(tensors, kind=_COLLECTIVE, words=call.form.name, infinite=call.sums)
-
-    def _before_step(self, optimizer: Any, _arguments: Any, _keywords: Any) -> None:
-        self._guarded(lambda: self._check_gradients(optimizer))
 
     def _check_gradients(self, optimizer: Any) -> None:
         if getattr(optimizer, "found_inf", None) is not None:
@@ -315,7 +312,7 @@ def _text(seen: Seen, found: NotFinite) -> str:
 
 
 def _counted(what: str, tensors: Iterable[torch.Tensor]) -> NotFinite | None:
-    """Return what is not finite in some tensors, None if all is."""
+    """Count the elements that are not finite; return None if all are finite."""
     bad = of = 0
     nan = False
     for each in tensors:

@@ -358,12 +358,10 @@ class _Limit:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to count."""
         self._thread = threading.Thread(target=self._wait, name="nblaunch-profile-limit", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Call nothing any more."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -406,7 +404,7 @@ class HubClock:
         """In seconds: half of a round trip; None without any answer."""
 
     def offset(self, moment: int) -> int:
-        """Return what to add to a time of this rank's clock, in nanoseconds."""
+        """Return the hub's clock minus this rank's clock at a moment, in nanoseconds."""
         if not self._points:
             return 0
         (first, before), (last, after) = self._points[0], self._points[-1]

@@ -34,7 +34,7 @@ _LAST_STEP = 2**63 - 1
 
 
 class NotLoggedError(NblaunchError, TypeError):
-    """What was logged is not a number, or its step is none; nothing of this call was logged."""
+    """The value is not a number, or the step is not a whole number; nothing of the call was logged."""
 
 
 class SendPoints(Protocol):
@@ -108,7 +108,6 @@ class Recorder:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that have been logged in this job."""
         with self._lock:
             return frozenset(self._names)
 
@@ -214,7 +213,6 @@ _recorder: Recorder | None = None
 
 
 def start(recorder: Recorder) -> None:
-    """Have `log` use this recorder: the rank's."""
     global _recorder
     _recorder = recorder
 

@@ -53,7 +53,9 @@ class Sites:
         if text is None:
             if len(self._texts) > _MOST_TEXTS:
                 self._texts.clear()
-            text = self._texts[key] = "\n".join(map(self._line, reversed(frames)))
+            records = map(self._record, reversed(frames))
+            text = "\n".join(f"{each.filename}, line {each.line}, in {each.function}" for each in records)
+            self._texts[key] = text
         return text
 
     def place(self) -> str:
@@ -85,10 +87,6 @@ class Sites:
         filename = self._titles.get(code.co_filename, code.co_filename)
         function = re.sub(r"^<(cell line: \d+|module)>.*", "<module>", code.co_name)
         return FrameRecord(filename=filename, line=frame.f_lineno, function=function, source="")
-
-    def _line(self, frame: FrameType) -> str:
-        record = self._record(frame)
-        return f"{record.filename}, line {record.line}, in {record.function}"
 
 
 def variables(frames: list[FrameType]) -> Iterator[tuple[str, object]]:

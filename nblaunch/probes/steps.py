@@ -37,10 +37,9 @@ def end_job() -> None:
 
 
 def listen(listener: StepListener) -> None:
-    """Have `listener` called with the number of each step as it begins, None as the last one ends."""
+    """Call `listener` with the number of each step as it begins, and with None as the last one ends."""
     _listeners.append(listener)
 
 
 def forget(listener: StepListener) -> None:
-    """Have it called no more."""
     _listeners.remove(listener)

@@ -34,7 +34,7 @@ _SHOWN = 120
 
 
 def variable_shown(name: str, value: str) -> str:
-    """Return what may be shown of an environment variable.
+    """Return the value of an environment variable, unless it looks like a secret.
 
     >>> variable_shown("HF_TOKEN", "hf_x"), variable_shown("LANG", "C")
     ('(looks like a secret, not shown)', 'C')

@@ -47,7 +47,6 @@ class OptimizerSteps:
         return self.number() if self._most or steps.current() is not None else None
 
     def end(self) -> None:
-        """Count no more."""
         self._hook.remove()
 
 
@@ -64,7 +63,7 @@ class Watch:
         self._steps = OptimizerSteps()
         self._nan: NonFinite | None = None
         self._desync: Desync | None = None
-        self._listening = Listening(self._listen)
+        self._listening = Listening(lambda call: self._guarded(lambda: self._check(call)))
         self._broken = False
 
     def begin(self, job: str, directory: Path, attempt: int, elsewhere: Elsewhere | None = None) -> None:
@@ -89,7 +88,6 @@ class Watch:
             self._guarded(self._nan.finish)
 
     def end(self) -> None:
-        """Remove everything again."""
         self._listening.end()
         self._steps.end()
         if self._nan is not None:
@@ -113,11 +111,7 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - another torch, a full disk: the job must not fail for it
             self._tell(f"--watch: {what} cannot be watched here: {type(error).__name__}: {error}")
 
-    def _listen(self, call: Call) -> None:
-        if not self._broken:
-            self._guarded(lambda: self._each(call))
-
-    def _each(self, call: Call) -> None:
+    def _check(self, call: Call) -> None:
         # What is sent first: if it is not finite, this rank does not come to the collective.
         if self._nan is not None:
             self._nan(call)

@@ -21,24 +21,13 @@ import msgspec
 from nblaunch import _errors
 from nblaunch._help import FailureKind
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import (
-    PROTOCOL_VERSION,
-    Answer,
-    Asked,
-    CodeManifest,
-    Dispatch,
-    EngineStatus,
-    Names,
-    Offsets,
-    Prepare,
-    decoded,
-)
+from nblaunch.protocol import messages
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 8
+CLIENT_PROTOCOL = 9
 """Raised with every change of a message below: a client of another version is refused."""
-PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
-"""What a client and a runtime compare: messages of ranks travel to clients as they are."""
+PROTOCOL = CLIENT_PROTOCOL * 1000 + messages.PROTOCOL_VERSION
+"""The version that a client and a runtime compare: clients get messages of ranks unchanged."""
 
 
 # Parts of messages.
@@ -64,14 +53,14 @@ class Caller:
 
     pid: int = 0
     name: str = ""
-    """What messages call it: "the notebook's kernel"."""
+    """Its name in messages: "the notebook's kernel"."""
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     _errors.CaptureError: ("name", "path", "size"),
     _errors.LaunchError: ("phase",),
 }
-"""What an error has besides its text; a result is not sent with the error."""
+"""The fields of an error besides its text; a result is not sent with the error."""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -88,7 +77,6 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorRecord:
-        """Return the record of an exception."""
         kind = type(error)
         fields = {name: getattr(error, name) for name in _FIELDS.get(kind, ())}
         own = vars(error).get("kind") if isinstance(error, _errors.NblaunchError) else None
@@ -120,7 +108,7 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: int
-    dispatches: tuple[tuple[tuple[int, ...], Dispatch], ...]
+    dispatches: tuple[tuple[tuple[int, ...], messages.Dispatch], ...]
     state: bytes
     title: str
     options: LaunchOptions
@@ -128,7 +116,7 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Its result is never shown."""
     usage: bool = False
     """Whether ranks are measured while it runs."""
-    code: CodeManifest | None = None
+    code: messages.CodeManifest | None = None
     """The notebook's own modules, for ranks on other machines."""
     query: bool = False
     """It only queries a rank: a client that watches may submit it, and the jobs of others wait for it."""
@@ -141,12 +129,12 @@ class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
     local_rank: int
     stdout: str
     stderr: str
-    started: Offsets = Offsets()
-    ended: Offsets | None = None
+    started: messages.Offsets = messages.Offsets()
+    ended: messages.Offsets | None = None
 
 
 class EarlyEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """What ended a job early: an interrupt, or its timeout.
+    """The early end of a job, by an interrupt or its timeout.
 
     `notices_from` is how many notices there were before.
     """
@@ -190,7 +178,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None
     given_by: str = ""
     dropped: str = ""
-    """What is no longer kept of it, in words."""
+    """The parts of it that are no longer kept, in words."""
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -232,7 +220,7 @@ class SessionRecord(msgspec.Struct, frozen=True):
     backend: str = ""
     attempt: int = 0
     ranks: tuple[RankStatus, ...] = ()
-    engine: EngineStatus | None = None
+    engine: messages.EngineStatus | None = None
     detached: bool = False
     started: float = 0.0
     running: str = ""
@@ -241,7 +229,7 @@ class SessionRecord(msgspec.Struct, frozen=True):
     linger_left: float | None = None
     session: str = ""
     grace: float = 0.0
-    """How long its ranks, or those of its job, have after an interrupt, in seconds."""
+    """The grace period after an interrupt, in seconds."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -294,7 +282,7 @@ class NodeEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerToClient(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What a runtime answers."""
+    """An answer of the runtime."""
 
 
 class RuntimeWelcome(AnswerToClient, frozen=True):
@@ -336,7 +324,7 @@ class Opened(AnswerToClient, frozen=True):
     session: str = ""
     options: LaunchOptions | None = None
     """Of a session to which the client attaches; so is what follows."""
-    names: tuple[Names, ...] = ()
+    names: tuple[messages.Names, ...] = ()
     """The variables that its ranks have."""
     held_by: ClientRecord | None = None
     """Another client, the owner: this one watches."""
@@ -350,7 +338,7 @@ class JobSnapshot(AnswerToClient, frozen=True):
     job: JobRecord
     state: bytes
     options: LaunchOptions
-    questions: tuple[Asked, ...] = ()
+    questions: tuple[messages.Asked, ...] = ()
     end: JobEnd | None = None
     logs: dict[int, tuple[RankLogFiles, ...]] = {}
     """Until its end: the log files by attempt; those of ranks that go on end where the state does."""
@@ -401,7 +389,15 @@ AnswerT_co = TypeVar("AnswerT_co", bound=AnswerToClient, covariant=True)
 
 
 class Request(msgspec.Struct, Generic[AnswerT_co], frozen=True, tag=True, kw_only=True):
-    """What a client asks; the class says what answers it, besides `RequestFailed`."""
+    """A request of a client, generic in its answer, which may also be `RequestFailed`."""
+
+
+class _ByNumber(Request[AnswerT_co], frozen=True):
+    job: int
+
+
+class _ByKey(Request[AnswerT_co], frozen=True):
+    session: str
 
 
 class Introduce(Request[RuntimeWelcome], frozen=True):
@@ -430,7 +426,7 @@ class OpenRanks(Request[Opened], frozen=True):
 
     session: str
     options: LaunchOptions
-    prepare: Prepare
+    prepare: messages.Prepare
     backends: tuple[str, ...] = ()
     name: str = ""
     detached: bool = False
@@ -453,57 +449,43 @@ class SubmitJob(Request[Submitted | Stale], frozen=True):
     attempt: int | None = None
 
 
-class WatchJob(Request[JobSnapshot], frozen=True):
-    """Send the job's state, then what it folds."""
-
-    job: int
+class WatchJob(_ByNumber[JobSnapshot], frozen=True):
+    """Send the job's state, then each message that changes it."""
 
 
-class UnwatchJob(Request[Done], frozen=True):
-    """Stop sending what the job folds."""
-
-    job: int
+class UnwatchJob(_ByNumber[Done], frozen=True):
+    """Stop sending the job's messages."""
 
 
-class InterruptJob(Request[Done], frozen=True):
+class InterruptJob(_ByNumber[Done], frozen=True):
     """Interrupt a job; the second time, end its ranks. One that was not submitted yet never begins."""
 
-    job: int
 
-
-class InterruptSession(Request[Done], frozen=True):
+class InterruptSession(_ByKey[Done], frozen=True):
     """Interrupt the job of a session, once; refused while another client owns it."""
 
-    session: str
 
-
-class Reply(Request[Done], frozen=True):
+class Reply(_ByNumber[Done], frozen=True):
     """Answer a rank's question."""
 
-    job: int
     rank: int
-    answer: Answer
+    answer: messages.Answer
 
 
-class CloseSession(Request[Done], frozen=True):
+class CloseSession(_ByKey[Done], frozen=True):
     """End a session's ranks; answered once they have exited."""
 
-    session: str
 
-
-class RestartSession(Request[Done], frozen=True):
+class RestartSession(_ByKey[Done], frozen=True):
     """Replace a session's ranks; answered once the agent starts others.
 
     Refused while another client owns it.
     """
 
-    session: str
 
-
-class StacksOf(Request[StacksReport], frozen=True):
+class StacksOf(_ByKey[StacksReport], frozen=True):
     """Ask where a session's ranks are, at most `seconds`."""
 
-    session: str
     seconds: float = 1.0
 
 
@@ -513,22 +495,16 @@ class DescribeSessions(Request[Sessions], frozen=True):
     session: str = ""
 
 
-class ListJobs(Request[JobList], frozen=True):
+class ListJobs(_ByKey[JobList], frozen=True):
     """List a session's jobs, the oldest first."""
 
-    session: str
 
-
-class EventsOf(Request[JobEvents], frozen=True):
+class EventsOf(_ByNumber[JobEvents], frozen=True):
     """Return torchelastic's events of a job, once they are complete."""
 
-    job: int
 
-
-class LateOf(Request[LateWarnings], frozen=True):
+class LateOf(_ByNumber[LateWarnings], frozen=True):
     """Return the warnings since the end of a job."""
-
-    job: int
 
 
 class AttachSession(Request[Opened], frozen=True):
@@ -597,7 +573,7 @@ class DismissSession(_Note, frozen=True):
 ClientNote = ReleaseJob | DismissSession
 
 
-# Events.
+# Events; `Noticed` is text for the user of a run, which is printed: how other nodes join.
 
 
 class _Unasked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -616,7 +592,7 @@ class JobRefreshed(_Unasked, frozen=True):
 
     job: int
     state: bytes
-    questions: tuple[Asked, ...] = ()
+    questions: tuple[messages.Asked, ...] = ()
     logs: dict[int, tuple[RankLogFiles, ...]] = {}
 
 
@@ -630,14 +606,14 @@ class Question(_Unasked, frozen=True):
     """A rank asks the user something."""
 
     job: int
-    asked: Asked
+    asked: messages.Asked
 
 
 class NamesChanged(_Unasked, frozen=True):
     """The variables of a session's rank have changed."""
 
     session: str
-    names: Names
+    names: messages.Names
 
 
 class RanksReplaced(_Unasked, frozen=True):
@@ -672,12 +648,6 @@ class OwnerChanged(_Unasked, frozen=True):
     by: ClientRecord | None = None
 
 
-class UserNotice(_Unasked, frozen=True):
-    """Text for the user of this run, which is printed: how other nodes join."""
-
-    text: str
-
-
 RuntimeEvent = (
     JobEnded
     | JobRefreshed
@@ -688,7 +658,7 @@ RuntimeEvent = (
     | RanksRenumbered
     | SessionEnded
     | OwnerChanged
-    | UserNotice
+    | messages.Noticed
 )
 
 
@@ -698,18 +668,15 @@ _event: msgspec.msgpack.Decoder[RuntimeEvent] = msgspec.msgpack.Decoder(RuntimeE
 
 
 def decode_request(data: bytes, sender: str) -> ClientRequest:
-    """Return the request in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return decoded(_request, data, sender)
+    return messages.decoded(_request, data, sender)
 
 
 def decode_note(data: bytes, sender: str) -> ClientNote:
-    """Return the note in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return decoded(_note, data, sender)
+    return messages.decoded(_note, data, sender)
 
 
 def decode_answer(data: bytes, request: type[Request[AnswerT]], sender: str) -> AnswerT | RequestFailed:
-    """Return the answer to such a request; raise `ProtocolError` naming `sender` if it is not one."""
-    answer: AnswerT | RequestFailed = decoded(_answers_to(request), data, sender)
+    answer: AnswerT | RequestFailed = messages.decoded(_answers_to(request), data, sender)
     return answer
 
 
@@ -721,5 +688,4 @@ def _answers_to(request: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
 
 
 def decode_event(data: bytes, sender: str) -> RuntimeEvent:
-    """Return the event in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return decoded(_event, data, sender)
+    return messages.decoded(_event, data, sender)

@@ -18,7 +18,7 @@ _HEADER = struct.Struct("<IBQ")
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame's body and number are."""
+    """The meaning of a frame's body and number."""
 
     STRUCT = 0
     """A request or its answer; the number is the request's."""
@@ -60,7 +60,6 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
         self._buffer += data
 
     def __iter__(self) -> Iterator[Frame]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -364,7 +364,7 @@ class Returned(_OfRank, frozen=True):
     peak_gpu_memory: int | None = None
     memory: MemoryUse | None = None
     tallies: tuple[Tally, ...] = ()
-    """What a session's rank has called within the job, of the groups in which it has called anything."""
+    """Of a session's rank: its calls within the job, for each group in which it called anything."""
 
 
 class Raised(_OfRank, frozen=True):
@@ -395,9 +395,9 @@ class Colored(_OfRank, frozen=True):
 
 
 DEFAULT_GROUP = "default_pg"
+"""torch's name of the default process group."""
 STORE = "store"
 """The backend of what ranks do by way of their store: they form a group, which has no number."""
-"""torch's name of the default process group."""
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -562,7 +562,7 @@ class Recovered(_OfRank, frozen=True):
     in_place: bool = False
     """Whether the groups were formed again behind the same objects, and all that refers to them goes on."""
     why_not: str = ""
-    """What went wrong in that, if it was tried: new groups have taken their places."""
+    """Why forming them in place failed, if it was tried: new groups have taken their places."""
     unusable: str = ""
     """CUDA's error, if this process cannot use CUDA any more."""
     stepped: tuple[str, ...] = ()
@@ -622,7 +622,7 @@ class JobAssigned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """What a rank uses at some moment, as the machine it runs on measures it.
+    """The resources that a rank uses at some moment, measured by its machine.
 
     `cpu_percent` is of one core: 200 for two busy threads. `memory` are the bytes that belong to the
     rank's process alone, not those it shares with other ranks, `memory_peak` the most of them since its job
@@ -659,7 +659,7 @@ _NODES_THERE = (EngineState.RUNNING, EngineState.ENDING, EngineState.ENDED)
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What an `engine` reports of the nodes that it places: the last report counts.
+    """The report of an `engine` about the nodes that it places; the last report counts.
 
     `state` is how far it is. `id` is its own name of the request (Slurm's number of the job), `hosts` are the
     hosts that it has granted. `words` and `reason` are the engine's own (`PENDING`, `Resources`), `place` is
@@ -681,7 +681,7 @@ class EngineStatus(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     preempted: bool = False
     """Whether it takes the nodes back before the run ends: at a time limit, or for another job."""
     warning: str = ""
-    """What the user should know about the engine itself; it is shown once."""
+    """A warning about the engine itself, shown once."""
 
 
 class NodesJoined(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -692,7 +692,7 @@ class NodesJoined(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What ranks use at this moment, by rank; ranks that were not measured are missing."""
+    """The resources that ranks use now, by rank; ranks that were not measured are missing."""
 
     usages: dict[int, Usage]
 
@@ -704,7 +704,7 @@ class Noticed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Which ranks an ending job waits for, with one line for each on what it is in.
+    """The ranks that an ending job waits for, each with a line on where it is.
 
     `doing` is what all of them do when the job itself is over.
     """
@@ -714,7 +714,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Profiled(_OfRank, frozen=True):
-    """What a rank has recorded of its job (`--profile`): in two parts, neither of them a pickle.
+    """The profile of a rank (`--profile`), in two parts, neither of them a pickle.
 
     The first is an `insight.profile.RankProfile` in MessagePack, the second its part of the trace. Comes
     before the rank's outcome.
@@ -816,7 +816,7 @@ class CellJob(msgspec.Struct, frozen=True, tag=True):
     first_line: int = 2
     keeps_value: bool = False
     flags: int = 0
-    """Those of `from __future__ import` in the notebook, as `compile` takes them."""
+    """The flags of `from __future__ import` in the notebook, as `compile` takes them."""
 
 
 class FunctionJob(msgspec.Struct, frozen=True, tag=True):
@@ -835,6 +835,9 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
     names: tuple[str, ...]
 
 
+AnyJob = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+
+
 class Objects(msgspec.Struct, frozen=True):
     """Keys of the objects in a payload, as arrays of integers: `places` in the pickle (I), `keys` (Q).
 
@@ -849,7 +852,7 @@ class Objects(msgspec.Struct, frozen=True):
 
 
 class Insight(msgspec.Struct, frozen=True):
-    """What is to be seen of a job, beside what its own code asks for: `--profile`, `--watch`.
+    """The insight options of a job: `--profile`, `--watch`.
 
     Of the steps from the first to the last of `profile_steps`, both included, if given.
     """
@@ -869,7 +872,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     through attributes (`import xml` does not load `xml.etree`). Only a session's ranks get `objects`.
     """
 
-    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+    job: AnyJob
     payload: Payload
     objects: Objects | None = None
     imports: tuple[str, ...] = ()
@@ -879,7 +882,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     code: CodeTree | None = None
     """The notebook's own modules, where they are not at their own paths."""
     tenure: int = 0
-    """How often a session has changed hands: a rank forgets the objects of those who had it before."""
+    """How often the session's owner has changed: a rank forgets the objects of earlier owners."""
     query: bool = False
     """Whether it changes nothing of what the notebook knows of the rank."""
     insight: Insight = Insight()
@@ -1034,12 +1037,10 @@ def _translated(plain: Any, table: dict[int, int]) -> Any:
 
 
 def decode_from_rank(data: bytes, sender: str) -> FromRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
     return decoded(_from_rank, data, sender)
 
 
 def decode_to_rank(data: bytes, sender: str) -> ToRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
     return decoded(_to_rank, data, sender)
 
 

@@ -40,7 +40,6 @@ class MetricLog(msgspec.Struct, frozen=True):
         return self.batches > 0
 
     def since(self, batches: int) -> Iterator[Logged]:
-        """Iterate over the batches behind the first ones."""
         first, skipped = divmod(batches, _BLOCK * _BLOCK)
         runs = chain(chain.from_iterable(self.blocks[first:]), self.block, (self.last,))
         small, skipped = divmod(skipped, _BLOCK)
@@ -63,19 +62,16 @@ def logged(log: MetricLog, batch: Logged) -> MetricLog:
 
 
 def next_attempt(log: MetricLog) -> MetricLog:
-    """Return the log as another attempt begins."""
     if not log:
         return log
     return msgspec.structs.replace(log, attempts=(*log.attempts, log.batches))
 
 
 def table(log: MetricLog) -> Metrics:
-    """Return all points of a log."""
     return Metrics(lambda: map(points_of, log.since(0)))
 
 
 def points_of(batch: Logged) -> Points:
-    """Return the points of a batch of a log."""
     return Points(
         batch.rank,
         batch.names,
@@ -97,7 +93,6 @@ def _count(batch: Logged) -> int:
 
 
 def packed(kind: str, column: Iterable[float]) -> bytes:
-    """Return a column as it travels: little-endian."""
     data: array[Any] = array(kind, column)
     if sys.byteorder == "big":
         data.byteswap()

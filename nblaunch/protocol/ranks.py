@@ -30,20 +30,16 @@ class RankSet(AbstractSet[int]):
         self._size = self._bits.bit_count()
 
     def with_rank(self, rank: int) -> RankSet:
-        """Return the set with one rank more."""
         bit = 1 << rank
         return self if self._bits & bit else _made(self._bits | bit, self._size + 1)
 
     def __contains__(self, rank: object) -> bool:
-        """Return whether `rank` is one of these."""
         return isinstance(rank, int) and rank >= 0 and bool(self._bits >> rank & 1)
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return self._size
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over them, the lowest first."""
         digits = f"{self._bits:b}"[::-1]
         rank = digits.find("1")
         while rank >= 0:
@@ -51,23 +47,19 @@ class RankSet(AbstractSet[int]):
             rank = digits.find("1", rank + 1)
 
     def __or__(self, others: Iterable[T]) -> RankSet:
-        """Return these and the `others`."""
         bits = self._bits | _bits_of(cast("Iterable[int]", others))
         return _made(bits, bits.bit_count())
 
     def __sub__(self, others: Iterable[object]) -> RankSet:
-        """Return these without the `others`."""
         bits = self._bits & ~_bits_of(cast("Iterable[int]", others))
         return _made(bits, bits.bit_count())
 
     def __le__(self, others: AbstractSet[Any]) -> bool:
-        """Return whether all of these are among the `others`."""
         if isinstance(others, RankSet):
             return not self._bits & ~others._bits
         return super().__le__(others)
 
     def __repr__(self) -> str:
-        """Return the ranks."""
         return f"RankSet({list(self)})"
 
     __hash__ = None  # type: ignore[assignment]  # as of other collections here, which are compared alone
@@ -101,7 +93,6 @@ class Blocks(Mapping[int, V]):
         self._blocks = [all_values[start : start + _BLOCK] for start in range(0, len(all_values), _BLOCK)]
 
     def changed(self, news: Mapping[int, V]) -> Self:
-        """Return the same with other values of some ranks."""
         blocks, copied = self._blocks.copy(), set[int]()
         for rank, value in news.items():
             place = self._places[rank]
@@ -115,37 +106,29 @@ class Blocks(Mapping[int, V]):
         return after
 
     def __getitem__(self, rank: int) -> V:
-        """Return the value of a rank."""
         place = self._places[rank]
         return self._blocks[place >> _SHIFT][place & _WITHIN]
 
     def get(self, rank: int, default: Any = None) -> Any:
-        """Return the value of a rank, or `default`."""
         place = self._places.get(rank)
         return default if place is None else self._blocks[place >> _SHIFT][place & _WITHIN]
 
     def __contains__(self, rank: object) -> bool:
-        """Return whether there is a value of this rank."""
         return rank in self._places
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the ranks."""
         return iter(self._places)
 
     def __len__(self) -> int:
-        """Return how many ranks there are."""
         return len(self._places)
 
     def values(self) -> ValuesView[V]:
-        """Return the values."""
         return _Values(self)
 
     def items(self) -> ItemsView[int, V]:
-        """Return each rank with its value."""
         return _Items(self)
 
     def __repr__(self) -> str:
-        """Return it as a dict."""
         return repr(dict(self.items()))
 
 

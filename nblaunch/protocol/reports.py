@@ -342,7 +342,6 @@ def _how_many(ranks: tuple[str, tuple[int, ...]]) -> int:
 
 
 def session_ended(name: str, why: str = "") -> str:
-    """Return the text of the error for a session whose ranks are gone; `why`, if that is known."""
     because = f": {why.rstrip('.')}" if why else ""
     return f"session {name!r} has ended{because}. Start another one (%distributed start)."
 

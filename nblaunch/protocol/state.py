@@ -15,53 +15,14 @@ from typing import Protocol, Self, TypeAlias, assert_never
 import msgspec
 from msgspec.structs import asdict, replace
 
-from nblaunch.protocol.messages import (
-    AboutRank,
-    AttemptStarted,
-    Cleared,
-    Colored,
-    Displayed,
-    EngineStatus,
-    Entered,
-    Exited,
-    FailureRecord,
-    Finishing,
-    FromRank,
-    Hello,
-    Illustrated,
-    JobAssigned,
-    JobSent,
-    Logged,
-    Measured,
-    MemoryUse,
-    NodesJoined,
-    Noticed,
-    Payload,
-    Phase,
-    Printed,
-    Profiled,
-    Raised,
-    RankNotice,
-    RankPlace,
-    Reached,
-    Returned,
-    RunEnded,
-    RunPreempted,
-    Started,
-    Unreadable,
-    Unwritten,
-    Usage,
-    Waiting,
-    decoded,
-    encode,
-)
+from nblaunch.protocol import messages
 from nblaunch.protocol.metrics import MetricLog, logged, next_attempt
 from nblaunch.protocol.ranks import Blocks
 from nblaunch.protocol.reports import HangReport, LocatedAll, awaited_nodes, format_ranks
 from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
 
-Message: TypeAlias = FromRank | AboutRank | LocatedAll
-"""What `advance` folds."""
+Message: TypeAlias = messages.FromRank | messages.AboutRank | LocatedAll
+"""A message that `advance` folds."""
 
 
 class State(enum.StrEnum):
@@ -101,47 +62,47 @@ class RankState(msgspec.Struct, frozen=True, gc=False):
     device: str = ""
     pid: int | None = None
     state: State = State.INIT
-    phase: Phase = Phase.FORK
+    phase: messages.Phase = messages.Phase.FORK
     transcript: Transcript = Transcript()
-    value: Payload | None = None
+    value: messages.Payload | None = None
     value_text: str = ""
     value_html: str = ""
     value_not_sent: str = ""
     """Why the value is only shown."""
-    failure: FailureRecord | None = None
+    failure: messages.FailureRecord | None = None
     exitcode: int | None = None
     started: float | None = None
     ended: float | None = None
     warning: str = ""
-    usage: Usage | None = None
-    """What it used when it was last measured; only while a view shows it."""
+    usage: messages.Usage | None = None
+    """Its last measured use of resources; only while a view shows it."""
     peak_gpu_memory: int | None = None
     """The most bytes that torch had allocated on a GPU, once the job has ended."""
-    memory: MemoryUse | None = None
-    """What it used, once the job has ended."""
+    memory: messages.MemoryUse | None = None
+    """Its use of memory, once the job has ended."""
     collectives: int | None = None
     """How many collectives of the default group it had begun then."""
     unwritten: int = 0
-    """How many bytes that it printed a full disk did not take."""
-    profile: Payload | None = None
-    """What it has recorded, with `--profile`; see `Profiled`."""
+    """How many bytes of its output were lost to a full disk."""
+    profile: messages.Payload | None = None
+    """Its profile, with `--profile`; see `Profiled`."""
     waiting: str = ""
     """If it has been interrupted and does not end: since when, and where it is."""
     finishing: str = ""
-    """What it still does after its job, whether that has failed or not."""
+    """Its work after its job, whether that has failed or not."""
 
     @property
-    def used(self) -> MemoryUse | None:
+    def used(self) -> messages.MemoryUse | None:
         """The memory that it used; if it could not tell, as it was measured last."""
         if self.memory is not None or self.usage is None:
             return self.memory
         known = self.usage
-        return MemoryUse(known.memory, known.memory_peak, known.gpu_memory)
+        return messages.MemoryUse(known.memory, known.memory_peak, known.gpu_memory)
 
     @property
-    def place(self) -> RankPlace:
+    def place(self) -> messages.RankPlace:
         """Where it runs, and how far it is."""
-        return RankPlace(self.local_rank, self.node, self.device, self.pid, self.phase)
+        return messages.RankPlace(self.local_rank, self.node, self.device, self.pid, self.phase)
 
 
 # A dict of so few is copied as fast.
@@ -166,7 +127,6 @@ class Ranks(Blocks[RankState]):
             self.count(known.state, 1)
 
     def count(self, state: State, more: int) -> None:
-        """Count `more` ranks in a state."""
         if state not in _FINAL:
             self.open += more
             if state is State.INIT:
@@ -175,7 +135,6 @@ class Ranks(Blocks[RankState]):
             self.failing += more
 
     def changed(self, news: Mapping[int, RankState]) -> Self:
-        """Return the ranks with other states of some."""
         after = super().changed(news)
         after.open, after.failing, after.fresh = self.open, self.failing, self.fresh
         for rank, known in news.items():
@@ -187,7 +146,6 @@ class Ranks(Blocks[RankState]):
 
 
 def _changed(ranks: Mapping[int, RankState], news: Mapping[int, RankState]) -> Mapping[int, RankState]:
-    """Return the ranks with other states of some."""
     if isinstance(ranks, Ranks):
         return ranks.changed(news)
     return {**ranks, **news} if len(ranks) <= _FEW else Ranks(ranks).changed(news)
@@ -221,16 +179,16 @@ class RunState(msgspec.Struct, frozen=True):
     hang: HangReport | None = None
     """Where the ranks were at the last survey."""
     doing: str = ""
-    """What all ranks do after they have ended the job, before it is over for the user."""
-    engine: EngineStatus | None = None
-    """What was last reported of the nodes, where an engine places them."""
+    """The work of all ranks after the job, before it is over for the user."""
+    engine: messages.EngineStatus | None = None
+    """The last report on the nodes, where an engine places them."""
     preempted: str = ""
     """Why its nodes are taken back, once its ranks save because of that."""
     backend: str = ""
     """Of the default process group, where it is known only once the nodes are there."""
     metrics: MetricLog = MetricLog()
-    """What ranks have logged, in all attempts."""
-    profile: Illustrated = Illustrated()
+    """The metrics that ranks have logged, in all attempts."""
+    profile: messages.Illustrated = messages.Illustrated()
     """The profile of a finished run, as it is shown."""
 
     @classmethod
@@ -245,12 +203,10 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def began(self) -> float:
-        """When the first attempt started."""
         return (*self.earlier, self.attempt)[0].started
 
     @property
     def begun(self) -> bool:
-        """Whether any rank exists."""
         if isinstance(self.ranks, Ranks):
             return self.ranks.fresh < len(self.ranks)
         return any(rank.state is not State.INIT for rank in self.ranks.values())
@@ -273,14 +229,13 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def finished(self) -> bool:
-        """Whether every rank is in a final state."""
         if isinstance(self.ranks, Ranks):
             return not self.ranks.open
         return all(rank.state.final for rank in self.ranks.values())
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What went wrong without failing a rank."""
+        """Problems that failed no rank."""
         bad_ends = [rank.warning for rank in self.ranks.values() if rank.warning]
         not_sent: dict[str, list[int]] = {}
         for number, rank in sorted(self.ranks.items()):
@@ -294,7 +249,7 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def unwritten(self) -> str:
-        """How much of which rank's output a full disk did not take; empty if it took all."""
+        """How much output of which ranks was lost to a full disk; empty if none was."""
         lost = {rank: known.unwritten for rank, known in sorted(self.ranks.items()) if known.unwritten}
         parts = [f"{size:,} bytes of rank {rank}" for rank, size in lost.items()]
         where = "the disk that takes what ranks print is full (TMPDIR, --log-dir)"
@@ -302,7 +257,6 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def failed(self) -> bool:
-        """Whether any rank has failed, or is lost, in this attempt."""
         if isinstance(self.ranks, Ranks):
             return self.ranks.failing > 0
         return any(rank.state in _FAILING for rank in self.ranks.values())
@@ -316,7 +270,6 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def summary(self) -> State:
-        """The run's state in one word."""
         states = [rank.state for rank in self.ranks.values()]
         if self.preempted and self.finished and any(word is not State.SUCCEEDED for word in states):
             return State.PREEMPTED
@@ -339,22 +292,29 @@ def advance(state: RunState, message: Message) -> RunState:
     <State.RUNNING: 'RUNNING'>
     """
     match message:
-        case AttemptStarted():
+        case messages.AttemptStarted():
             return _next_attempt(state, message)
-        case EngineStatus() | NodesJoined():
+        case messages.EngineStatus() | messages.NodesJoined():
             return _placed(state, message)
-        case Noticed() | LocatedAll() | RunPreempted() | Illustrated() | Logged() | RankNotice():
+        case (
+            messages.Noticed()
+            | LocatedAll()
+            | messages.RunPreempted()
+            | messages.Illustrated()
+            | messages.Logged()
+            | messages.RankNotice()
+        ):
             return _noted(state, message)
-        case JobSent():
+        case messages.JobSent():
             return _job_sent(state, message)
-        case Measured():
+        case messages.Measured():
             return _measured(state, message)
-        case Waiting():
+        case messages.Waiting():
             return _waiting(state, message)
-        case RunEnded():
+        case messages.RunEnded():
             ranks = {rank: _end_unfinished(known, message) for rank, known in state.ranks.items()}
             return replace(state, ranks=ranks)
-        case JobAssigned():
+        case messages.JobAssigned():
             return _assigned(state, message)
         case _:
             known = state.ranks.get(message.rank)
@@ -366,10 +326,9 @@ def advance(state: RunState, message: Message) -> RunState:
             return replace(state, ranks=_changed(state.ranks, {message.rank: after}))
 
 
-def _placed(state: RunState, message: EngineStatus | NodesJoined) -> RunState:
-    """Return the state with what is known of its nodes."""
-    engine: EngineStatus | None
-    if isinstance(message, EngineStatus):
+def _placed(state: RunState, message: messages.EngineStatus | messages.NodesJoined) -> RunState:
+    engine: messages.EngineStatus | None
+    if isinstance(message, messages.EngineStatus):
         engine = message
     else:
         engine = state.engine and replace(state.engine, state=message.state, joined=message.joined)
@@ -378,28 +337,33 @@ def _placed(state: RunState, message: EngineStatus | NodesJoined) -> RunState:
 
 def _noted(
     state: RunState,
-    message: Noticed | LocatedAll | RunPreempted | Illustrated | Logged | RankNotice,
+    message: messages.Noticed
+    | LocatedAll
+    | messages.RunPreempted
+    | messages.Illustrated
+    | messages.Logged
+    | messages.RankNotice,
 ) -> RunState:
     """Return the state with what concerns all its ranks, or kept for all of them together."""
     match message:
-        case Noticed(text=text):
+        case messages.Noticed(text=text):
             return replace(state, notices=(*state.notices, text)[-_NOTICES:])
         case LocatedAll(report=report):
             return replace(state, hang=report)
-        case RunPreempted(why=why):
+        case messages.RunPreempted(why=why):
             return replace(state, preempted=why)
-        case Logged():
+        case messages.Logged():
             return _logged(state, message)
-        case RankNotice(rank=rank, text=text):
+        case messages.RankNotice(rank=rank, text=text):
             # The first ones count: what follows a NaN is NaN.
             if rank not in state.ranks or len(state.notices) >= _NOTICES:
                 return state
-            return _noted(state, Noticed(text=f"rank {rank}: {text[:NOTICE_CHARACTERS]}"))
-        case Illustrated():
+            return _noted(state, messages.Noticed(text=f"rank {rank}: {text[:NOTICE_CHARACTERS]}"))
+        case messages.Illustrated():
             return replace(state, profile=message)
 
 
-def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
+def _next_attempt(state: RunState, message: messages.AttemptStarted) -> RunState:
     if message.number < state.attempt.number:
         return state
     backend = message.backend or state.backend
@@ -437,7 +401,7 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
     )
 
 
-def _logged(state: RunState, message: Logged) -> RunState:
+def _logged(state: RunState, message: messages.Logged) -> RunState:
     after = logged(state.metrics, message) if message.rank in state.ranks else state.metrics
     return state if after is state.metrics else replace(state, metrics=after)
 
@@ -451,8 +415,7 @@ def _resized(state: RunState, world_size: int) -> RunState:
     return replace(state, world_size=world_size, ranks=ranks, attempt=attempt)
 
 
-def _assigned(state: RunState, message: JobAssigned) -> RunState:
-    """Return the initial state of a job whose ranks may exist already."""
+def _assigned(state: RunState, message: messages.JobAssigned) -> RunState:
     if state.begun or message.attempt < state.attempt.number:
         return state
     ranks = {
@@ -463,16 +426,16 @@ def _assigned(state: RunState, message: JobAssigned) -> RunState:
     return replace(state, ranks=ranks, attempt=replace(state.attempt, number=message.attempt))
 
 
-def _job_sent(state: RunState, message: JobSent) -> RunState:
+def _job_sent(state: RunState, message: messages.JobSent) -> RunState:
     news = {
-        rank: replace(known, phase=Phase.JOB)
+        rank: replace(known, phase=messages.Phase.JOB)
         for rank in message.ranks
         if (known := state.ranks.get(rank)) is not None and not known.state.final
     }
     return replace(state, ranks=_changed(state.ranks, news)) if news else state
 
 
-def _measured(state: RunState, message: Measured) -> RunState:
+def _measured(state: RunState, message: messages.Measured) -> RunState:
     news = {
         rank: replace(known, usage=usage)
         for rank, usage in message.usages.items()
@@ -481,7 +444,7 @@ def _measured(state: RunState, message: Measured) -> RunState:
     return replace(state, ranks=_changed(state.ranks, news)) if news else state
 
 
-def _waiting(state: RunState, message: Waiting) -> RunState:
+def _waiting(state: RunState, message: messages.Waiting) -> RunState:
     news = {
         rank: replace(known, waiting=where)
         for rank, known in state.ranks.items()
@@ -496,30 +459,42 @@ def _at_least_starting(state: State) -> State:
     return State.STARTING if state is State.INIT else state
 
 
+_OF_THE_JOB = (
+    messages.Started,
+    messages.Reached,
+    messages.Unwritten,
+    messages.Returned,
+    messages.Raised,
+    messages.Profiled,
+)
+
+
 def _advance_rank(known: RankState, message: Message) -> RankState:
+    if known.state.final and isinstance(message, _OF_THE_JOB):
+        return known
     match message:
-        case Hello():
+        case messages.Hello():
             return replace(
                 known,
                 local_rank=message.local_rank,
                 node=message.node,
                 pid=message.pid,
                 state=_at_least_starting(known.state),
-                phase=known.phase if known.state.final else Phase.CONNECT,
+                phase=known.phase if known.state.final else messages.Phase.CONNECT,
             )
-        case Entered():
+        case messages.Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
-        case Started() | Reached() | Unwritten() | Returned() | Raised() | Profiled() if known.state.final:
-            return known
-        case Started():
+        case messages.Started():
             warning = _LATE if message.late else known.warning
-            return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time, warning=warning)
-        case Printed() | Displayed() | Cleared():
+            return replace(
+                known, state=State.RUNNING, phase=messages.Phase.JOB, started=message.time, warning=warning
+            )
+        case messages.Printed() | messages.Displayed() | messages.Cleared():
             return replace(known, transcript=_written(known.transcript, message))
-        case Reached() | Unwritten() | Profiled() | Finishing():
+        case messages.Reached() | messages.Unwritten() | messages.Profiled() | messages.Finishing():
             return _counted(known, message)
-        case Returned():
+        case messages.Returned():
             return replace(
                 known,
                 state=State.SUCCEEDED,
@@ -532,7 +507,7 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
                 peak_gpu_memory=message.peak_gpu_memory,
                 memory=message.memory,
             )
-        case Raised():
+        case messages.Raised():
             failure = message.failure
             return replace(
                 known,
@@ -545,41 +520,45 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
                 peak_gpu_memory=message.peak_gpu_memory,
                 memory=message.memory,
             )
-        case Colored() if known.failure is not None:
+        case messages.Colored() if known.failure is not None:
             return replace(known, failure=replace(known.failure, colored=message.text))
-        case Unreadable() if known.state is State.SUCCEEDED:
+        case messages.Unreadable() if known.state is State.SUCCEEDED:
             return replace(known, state=State.FAILED, failure=message.failure)
-        case Exited():
+        case messages.Exited():
             return _exited(known, message)
         case _:
             return known  # of interest to the worker group only
 
 
-def _counted(known: RankState, message: Reached | Unwritten | Profiled | Finishing) -> RankState:
-    if isinstance(message, Reached):
+def _counted(
+    known: RankState, message: messages.Reached | messages.Unwritten | messages.Profiled | messages.Finishing
+) -> RankState:
+    if isinstance(message, messages.Reached):
         # The same count is no news: a rank that is asked each second would never be silent.
         same = known.collectives == message.collectives
         return known if same else replace(known, collectives=message.collectives)
-    if isinstance(message, Profiled):
+    if isinstance(message, messages.Profiled):
         return replace(known, profile=message.data)
-    if isinstance(message, Finishing):
+    if isinstance(message, messages.Finishing):
         return replace(known, finishing=message.what)
     return replace(known, unwritten=message.size)
 
 
-def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> Transcript:
+def _written(
+    transcript: Transcript, message: messages.Printed | messages.Displayed | messages.Cleared
+) -> Transcript:
     match message:
-        case Printed():
+        case messages.Printed():
             return printed(transcript, message.stream, message.text)
-        case Displayed():
+        case messages.Displayed():
             return displayed(transcript, message)
-        case Cleared():
+        case messages.Cleared():
             return cleared(transcript, wait=message.wait)
         case _:
             assert_never(message)
 
 
-def _exited(known: RankState, message: Exited) -> RankState:
+def _exited(known: RankState, message: messages.Exited) -> RankState:
     known = replace(known, finishing="") if known.finishing else known
     if known.state.final:
         if known.state is State.SUCCEEDED and known.exitcode is None:
@@ -589,7 +568,7 @@ def _exited(known: RankState, message: Exited) -> RankState:
         return replace(known, exitcode=message.exitcode) if known.exitcode is None else known
     if message.expected:
         return replace(known, state=State.STOPPED, exitcode=message.exitcode, ended=message.time)
-    failure = FailureRecord(
+    failure = messages.FailureRecord(
         type="ProcessExited",
         message=message.reason or describe_exit(message.exitcode),
         traceback=message.details,
@@ -600,7 +579,7 @@ def _exited(known: RankState, message: Exited) -> RankState:
     return replace(known, state=State.FAILED, failure=failure, exitcode=message.exitcode, ended=message.time)
 
 
-def _end_unfinished(known: RankState, message: RunEnded) -> RankState:
+def _end_unfinished(known: RankState, message: messages.RunEnded) -> RankState:
     known = replace(known, finishing="") if known.finishing else known
     if known.state.final:
         return known
@@ -640,19 +619,12 @@ _run_state: msgspec.msgpack.Decoder[RunState] = msgspec.msgpack.Decoder(RunState
 _message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def encode_state(state: RunState) -> bytes:
-    """Return a whole state as MessagePack; any text is kept, as `encode` does."""
-    return encode(state)
-
-
 def decode_state(data: bytes) -> RunState:
-    """Return the state in `data`; raise `ProtocolError` if it is none."""
-    return decoded(_run_state, data, _THE_RUNTIME)
+    return messages.decoded(_run_state, data, _THE_RUNTIME)
 
 
 def decode_folded(data: bytes) -> Message:
-    """Return the message in `data` that has been folded into a job; raise `ProtocolError` if it is none."""
-    return decoded(_message, data, _THE_RUNTIME)
+    return messages.decoded(_message, data, _THE_RUNTIME)
 
 
 class View(Protocol):

@@ -71,12 +71,10 @@ class Transcript(msgspec.Struct, frozen=True):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Return what is kept, oldest first; see `omitted` for what lies between head and tail."""
         return self.head + self.tail
 
     @property
     def displays(self) -> tuple[Display, ...]:
-        """Return the rich displays, in order."""
         return tuple(entry for entry in self.entries if isinstance(entry, Display))
 
 
@@ -94,7 +92,6 @@ def printed(transcript: Transcript, stream: Stream, text: str) -> Transcript:
 
 
 def displayed(transcript: Transcript, message: Displayed) -> Transcript:
-    """Return the transcript with a display at its end, or with that of the same id updated."""
     display_id = message.transient.get("display_id")
     known_id = display_id if isinstance(display_id, str) else None
     display = Display(message.data, message.metadata, known_id)
@@ -104,14 +101,12 @@ def displayed(transcript: Transcript, message: Displayed) -> Transcript:
 
 
 def cleared(transcript: Transcript, *, wait: bool) -> Transcript:
-    """Return the transcript after `clear_output(wait)`."""
     if wait:
         return replace(transcript, clear_pending=True)
     return Transcript(written=transcript.written, lines=transcript.lines, clears=transcript.clears + 1)
 
 
 def without_displays(transcript: Transcript, count: int) -> Transcript:
-    """Return the transcript without its `count` oldest displays."""
     left = itertools.count(1)
 
     def kept(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:

@@ -23,34 +23,7 @@ import zmq
 
 from nblaunch._waker import Waker
 from nblaunch.probes.rank_metrics import Recorder
-from nblaunch.protocol.messages import (
-    Abort,
-    Aborted,
-    Adopt,
-    Answer,
-    ClockAnswered,
-    ClockAsked,
-    Dispatch,
-    FreeCollective,
-    FromRank,
-    Hello,
-    Interrupt,
-    InterruptSeen,
-    Leave,
-    Logged,
-    Offsets,
-    Preempt,
-    Prepare,
-    Proceed,
-    Reached,
-    Recover,
-    ReportReached,
-    ReportWhere,
-    Switched,
-    ToRank,
-    decode_to_rank,
-    encode,
-)
+from nblaunch.protocol import messages
 from nblaunch.rank import preempt, process_group
 from nblaunch.rank.isolate import REAP_SECONDS, Reaper
 from nblaunch.rank.stacks import RankInspector
@@ -93,10 +66,15 @@ class Link:
         """
         self._address, self._group, self._keep = address, group, keep
         self._inspector, self._rank = inspector, inspector.rank
-        self.inbox: queue.SimpleQueue[Prepare | Dispatch | Recover | Adopt | Preempt | Leave] = (
-            queue.SimpleQueue()
-        )
-        self.on_answer: Callable[[Answer], None] | None = None
+        self.inbox: queue.SimpleQueue[
+            messages.Prepare
+            | messages.Dispatch
+            | messages.Recover
+            | messages.Adopt
+            | messages.Preempt
+            | messages.Leave
+        ] = queue.SimpleQueue()
+        self.on_answer: Callable[[messages.Answer], None] | None = None
         """Takes answers to questions; called on the control thread."""
         self.proceed = threading.Event()
         """Set once the payload of the last job has arrived on every rank."""
@@ -108,34 +86,33 @@ class Link:
         self._attention = MainThread()
         self._unseen: int | None = None
         """The interrupt that the main thread has had no chance to handle yet."""
-        self._put_off: Interrupt | None = None
+        self._put_off: messages.Interrupt | None = None
         """An interrupt that waits for the end of an import, until then at most (monotonic):"""
         self._put_off_until = 0.0
         self._save_until: float | None = None
         """Until when the main thread is to save, once it can (monotonic)."""
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
-        self._switches: list[Offsets] = []
+        self._switches: list[messages.Offsets] = []
         self._waker = Waker()
-        self._later: tuple[float, Callable[[], FromRank]] | None = None
+        self._later: tuple[float, Callable[[], messages.FromRank]] | None = None
         """A message to send at that time (monotonic), unless it is dropped before."""
         self._closing = self._checks_soon = False
         self._reaper = Reaper()
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._hello: Hello
+        self._hello: messages.Hello
         self._socket: zmq.Socket[bytes]
         self.metrics = Recorder(self._log, self._waker.wake)
         """What the rank logs; sent by the control thread, while a job runs."""
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
 
-    def start(self, hello: Hello) -> None:
-        """Connect, send `hello`, and start the control thread."""
+    def start(self, hello: messages.Hello) -> None:
         self._connect(hello)
         self._thread.start()
 
-    def _connect(self, hello: Hello) -> None:
+    def _connect(self, hello: messages.Hello) -> None:
         """Connect as the rank that sends `Hello`: its socket is named after group, attempt and rank."""
         self._hello = hello
         self._socket = self._context.socket(zmq.DEALER)
@@ -145,9 +122,9 @@ class Link:
         self._socket.set_hwm(0)
         self._socket.connect(self._address)
         self._poller.register(self._socket, zmq.POLLIN)
-        self._socket.send(encode(hello))
+        self._socket.send(messages.encode(hello))
 
-    def _go_on_as(self, other: Adopt) -> None:
+    def _adopt(self, other: messages.Adopt) -> None:
         """Go on as another rank: send the rest as the present one, and send `Hello` again."""
         with self._lock:
             self._collect_switches()
@@ -162,20 +139,20 @@ class Link:
             )
         )
 
-    def send(self, message: FromRank, *, urgent: bool = True) -> None:
+    def send(self, message: messages.FromRank, *, urgent: bool = True) -> None:
         """Send `message` after all earlier ones; from any thread, never blocks.
 
         A message that is not `urgent` may wait a few milliseconds for the next one.
         """
         with self._lock:
             self._collect_switches()
-            self._outbox.append(encode(message))
+            self._outbox.append(messages.encode(message))
             urgent = urgent or not self._checks_soon
         if urgent:
             self._waker.wake()
 
     @contextlib.contextmanager
-    def sending_later(self, seconds: float, make: Callable[[], FromRank]) -> Iterator[None]:
+    def sending_later(self, seconds: float, make: Callable[[], messages.FromRank]) -> Iterator[None]:
         """Send the message that `make` returns, unless the block ends within `seconds`."""
         with self._lock:
             self._later = time.monotonic() + seconds, make
@@ -189,13 +166,13 @@ class Link:
     def _send_later(self) -> None:
         with self._lock:
             if self._later is not None and time.monotonic() >= self._later[0]:
-                self._outbox.append(encode(self._later[1]()))
+                self._outbox.append(messages.encode(self._later[1]()))
                 self._later = None
 
     def _log(self, **columns: Any) -> None:
-        self.send(Logged(rank=self._rank, **columns), urgent=False)
+        self.send(messages.Logged(rank=self._rank, **columns), urgent=False)
 
-    def switched(self, offsets: Offsets) -> None:
+    def switched(self, offsets: messages.Offsets) -> None:
         """Note that the rank has changed between stdout and stderr; sent in bunches, in order."""
         with self._lock:
             self._switches.append(offsets)
@@ -209,7 +186,7 @@ class Link:
             step = -(-len(self._switches) // _MOMENTS)
             moments = (*self._switches[:-1:step], self._switches[-1])
             self._switches = []
-            self._outbox.append(encode(Switched(rank=self._rank, moments=moments)))
+            self._outbox.append(messages.encode(messages.Switched(rank=self._rank, moments=moments)))
 
     def sample_clock(self, times: int, seconds: float) -> list[tuple[int, int, int]]:
         """Ask the hub so many times what time it is, one after the other; wait at most `seconds`.
@@ -232,9 +209,9 @@ class Link:
             return
         sample.number += 1
         sample.asked = time.time_ns()
-        self._socket.send(encode(ClockAsked(rank=self._rank, number=sample.number)))
+        self._socket.send(messages.encode(messages.ClockAsked(rank=self._rank, number=sample.number)))
 
-    def _clock_answered(self, answer: ClockAnswered) -> None:
+    def _clock_answered(self, answer: messages.ClockAnswered) -> None:
         here, sample = time.time_ns(), self._clock
         if sample.left <= 0 or answer.number != sample.number:
             return
@@ -309,7 +286,7 @@ class Link:
             if self._closing and not self._outbox:
                 return
             if self._socket in ready:
-                self._receive(decode_to_rank(self._socket.recv(), "the hub"))
+                self._receive(messages.decode_to_rank(self._socket.recv(), "the hub"))
 
     def _patience(self) -> int | None:
         metrics, others = self.metrics.patience(), self._others_patience()
@@ -330,55 +307,65 @@ class Link:
         idle = not self._working and self._reaper.has_nothing_to_do
         return None if idle else int(REAP_SECONDS * 1000)
 
-    def _receive(self, message: ToRank) -> None:
+    def _receive(self, message: messages.ToRank) -> None:
         match message:
-            case Interrupt():
+            case messages.Interrupt():
                 if self._put_off is None:
                     self._put_off_until = time.monotonic() + _IMPORT_SECONDS
                 with self._lock:
                     # The main thread may not have taken the job from the inbox yet.
                     self._interrupted = True
                 self._deliver(message)
-            case ReportWhere():
+            case messages.ReportWhere():
                 # Without an answer the hub has faulthandler dump the stacks. A question must not end a rank.
                 with contextlib.suppress(Exception):
                     self._socket.send(
-                        encode(self._inspector.where(idle=not (self._working or self._finishing)))
+                        messages.encode(self._inspector.where(idle=not (self._working or self._finishing)))
                     )
-            case ReportReached():
+            case messages.ReportReached():
                 # As above. The group may be ending at this very moment: then there is no answer.
                 with contextlib.suppress(Exception):
                     begun = self._inspector.collectives()
                     if begun is not None:
-                        self._socket.send(encode(Reached(rank=self._rank, collectives=begun)))
-            case Answer():
+                        self._socket.send(
+                            messages.encode(messages.Reached(rank=self._rank, collectives=begun))
+                        )
+            case messages.Answer():
                 if self.on_answer is not None:
                     self.on_answer(message)
-            case FreeCollective(fds=fds):
+            case messages.FreeCollective(fds=fds):
                 self.times_freed += 1
                 with contextlib.suppress(Exception):
                     self._inspector.free(fds)
-            case Abort():
+            case messages.Abort():
                 with contextlib.suppress(Exception):
-                    self._inspector.abort(lambda: self.send(Aborted(rank=self._rank)))
-            case Proceed():
+                    self._inspector.abort(lambda: self.send(messages.Aborted(rank=self._rank)))
+            case messages.Proceed():
                 self.proceed.set()
-            case ClockAnswered():
+            case messages.ClockAnswered():
                 self._clock_answered(message)
             case _:
                 self._take_order(message)
 
-    def _take_order(self, message: Prepare | Dispatch | Recover | Adopt | Preempt | Leave) -> None:
+    def _take_order(
+        self,
+        message: messages.Prepare
+        | messages.Dispatch
+        | messages.Recover
+        | messages.Adopt
+        | messages.Preempt
+        | messages.Leave,
+    ) -> None:
         match message:
-            case Dispatch():
+            case messages.Dispatch():
                 self.proceed.clear()
                 self._put_off = None  # it was for the job before
                 self._reaper.reap(now=True)
                 with self._lock:
                     self._interrupted, self._checks_soon = False, True
-            case Adopt():
-                self._go_on_as(message)
-            case Preempt(seconds=seconds):
+            case messages.Adopt():
+                self._adopt(message)
+            case messages.Preempt(seconds=seconds):
                 preempt.ordered()
                 with self._lock:
                     self._save_until = time.monotonic() + seconds
@@ -386,7 +373,7 @@ class Link:
                 pass
         self.inbox.put(message)
 
-    def _deliver(self, message: Interrupt) -> None:
+    def _deliver(self, message: messages.Interrupt) -> None:
         """Interrupt the main thread, or put that off while it is importing."""
         with self._lock:
             reaches = self._working or (message.last and self._finishing)
@@ -403,7 +390,7 @@ class Link:
         if not (reaches and heeded and self._attention.expect()):
             self._seen(handled=reaches and heeded)
 
-    def _waits_for_import(self, message: Interrupt) -> bool:
+    def _waits_for_import(self, message: messages.Interrupt) -> bool:
         """Whether the interrupt has to wait: a module that is broken off leaves its half-made parts behind.
 
         Not where the node is about to be taken back: then there are no later jobs, and little time to save.
@@ -413,8 +400,8 @@ class Link:
 
     def _seen(self, *, handled: bool) -> None:
         if self._unseen is not None:
-            seen = InterruptSeen(rank=self._rank, number=self._unseen, handled=handled)
-            self._socket.send(encode(seen))
+            seen = messages.InterruptSeen(rank=self._rank, number=self._unseen, handled=handled)
+            self._socket.send(messages.encode(seen))
             self._unseen = None
 
 

@@ -33,6 +33,8 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _HANDLES_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _RETHROWS = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 _ENDS_ALL_THE_SAME = "TORCH_NCCL_TEARDOWN_ON_TIMEOUT"
+# The words of torch's getCvarBool.
+_OFF, _ON = {"n", "no", "f", "false", "0"}, {"y", "yes", "t", "true", "1"}
 _DEFAULTS = {
     "GLOO_SOCKET_IFNAME": _LOOPBACK,
     "NCCL_SOCKET_IFNAME": _LOOPBACK,
@@ -55,10 +57,7 @@ _SESSION_DEFAULTS = {
 
 
 def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
-    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here.
-
-    `keep` is true for a session's rank.
-    """
+    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here."""
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
     sent = (os.fsdecode(entry).partition("=") for entry in entries)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
@@ -70,23 +69,15 @@ def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
     return {**defaults, **threads, **wanted, **agent}
 
 
-def _is_off(value: str) -> bool:
-    return value.lower() in {"n", "no", "f", "false", "0"}  # the words of torch's getCvarBool
-
-
-def _is_on(value: str) -> bool:
-    return value.lower() in {"y", "yes", "t", "true", "1"}
-
-
 def unheard_timeouts() -> str:
     """Return a warning where ProcessGroupNCCL aborts what has timed out and tells nobody, "" elsewhere.
 
     With errors handled and not rethrown (pytorch#196187) the GPU goes on with what it has, which is wrong.
     """
     if (
-        not _is_off(os.environ.get(_RETHROWS, "1"))
+        os.environ.get(_RETHROWS, "1").lower() not in _OFF
         or os.environ.get(_HANDLES_ERRORS) == "0"
-        or (_is_on(os.environ.get(_ENDS_ALL_THE_SAME, "0")) and torch.__version__ >= "2.15")
+        or (os.environ.get(_ENDS_ALL_THE_SAME, "0").lower() in _ON and torch.__version__ >= "2.15")
     ):
         return ""
     return (
@@ -101,7 +92,6 @@ given: dict[str, str] = {}
 
 
 def apply(prepare: Prepare, *, keep: bool) -> None:
-    """Take over the notebook's environment, directory, path and arguments."""
     wanted = for_rank(prepare.environ, keep=keep)
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
@@ -122,7 +112,6 @@ def apply(prepare: Prepare, *, keep: bool) -> None:
 
 
 def _limit(which: int, soft: int, hard: int) -> None:
-    """Take over a limit of the notebook's, as far as this user may."""
     if resource.getrlimit(which) == (soft, hard):
         return
     try:
@@ -161,6 +150,12 @@ def _set_threads(value: str | None) -> None:
             _set_openblas_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", threads)))
 
 
+def _cores() -> int:
+    """Return torch's own default number of threads: one for each core that this process may use."""
+    logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(logical, psutil.cpu_count(logical=False) or logical)
+
+
 def _set_openblas_threads(threads: int) -> None:
     """Have NumPy's OpenBLAS, loaded in the fork server, follow too; builds name the function differently."""
     try:
@@ -173,12 +168,6 @@ def _set_openblas_threads(threads: int) -> None:
             for name in _OPENBLAS_FUNCTIONS:
                 if hasattr(library, name):
                     getattr(library, name)(threads)
-
-
-def _cores() -> int:
-    """Return how many threads torch takes by default: one for each core that this process may use."""
-    logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(logical, psutil.cpu_count(logical=False) or logical)
 
 
 def choose_device(prepare: Prepare) -> torch.device:

@@ -50,10 +50,7 @@ _short_repr.maxother = _short_repr.maxstring = 200
 def record(
     error: BaseException, titles: Mapping[str, str], *, phase: Phase = Phase.JOB, exitcode: int = 1
 ) -> FailureRecord:
-    """Return the record of `error`.
-
-    `titles` maps the file names of notebook cells to what the reader calls them: `Cell In[3]`.
-    """
+    """Return the record of `error`; `titles` has the names of cells' files for the reader: `Cell In[3]`."""
     # First of all: the clock decides who failed first, and a large exception takes time to pickle and print.
     now = time.time()
     _end_in_users_code(error)
@@ -74,7 +71,9 @@ def record(
 
 def _end_in_users_code(error: BaseException) -> None:
     """Have the traceback of what a probe has raised end where the user's code called torch."""
-    steps = list(_steps(error.__traceback__))
+    steps: list[TracebackType] = []
+    while (step := steps[-1].tb_next if steps else error.__traceback__) is not None:
+        steps.append(step)
     if not steps or not steps[-1].tb_frame.f_code.co_filename.startswith(_PROBES):
         return
     while steps and steps[-1].tb_frame.f_code.co_filename.startswith((_TORCH, _OURS)):
@@ -84,12 +83,6 @@ def _end_in_users_code(error: BaseException) -> None:
         for step in reversed(steps):
             below = TracebackType(below, step.tb_frame, step.tb_lasti, step.tb_lineno)
         error.__traceback__ = below
-
-
-def _steps(first: TracebackType | None) -> Iterator[TracebackType]:
-    while first is not None:
-        yield first
-        first = first.tb_next
 
 
 def _text(error: BaseException) -> str:
@@ -194,7 +187,6 @@ def _variables(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def write_error_file(error: BaseException) -> None:
-    """Write torchelastic's `error.json`, as its `@record` does."""
     handlers = sys.modules.get("torch.distributed.elastic.multiprocessing.errors")
     if handlers is not None and isinstance(error, Exception):
         # For torch's own tools; the notebook gets the record.
@@ -235,7 +227,6 @@ class DeviceBusyError(RuntimeError):
 
 @contextlib.contextmanager
 def unwaited() -> Iterator[None]:
-    """Within the block, wait for no tensor longer than a moment."""
     if not any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in _KINDS):
         yield
         return
@@ -256,7 +247,6 @@ def unwaited() -> Iterator[None]:
 
 
 def by_shape(tensor: torch.Tensor) -> str:
-    """Return a text of a tensor without its numbers."""
     return f"tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
 
 

@@ -215,10 +215,7 @@ def _dump(backend: str, **options: Any) -> dict[str, Any]:
 
 
 def _statuses(backend: str) -> dict[int, tuple[int, int]] | None:
-    """Return (last enqueued, last completed) for the number of each living group that has had a collective.
-
-    None where there is no such recorder.
-    """
+    """Return (last enqueued, last completed) by the number of each living, used group; None if unknown."""
     found, begun = _all_statuses(backend), _begun.get(backend, {})
     return found and {number: each for number, each in found.items() if begun.get(number) != each[0]}
 
@@ -270,7 +267,6 @@ def _alive(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
 
 
 def _open(entries: list[dict[str, Any]]) -> int:
-    """Return how many operations have not ended."""
     # The sends and receives of one batch are never marked as ended: the entry for all of them is.
     batches = {_batch(each) for each in entries if _operation(each) == _COALESCED}
     return sum(not (_completed(each) or (each.get("is_p2p") and _batch(each) in batches)) for each in entries)
@@ -293,7 +289,6 @@ def _completed(entry: Mapping[str, Any]) -> bool:
 
 
 def _last(entries: list[dict[str, Any]], backend: str) -> dict[tuple[str, str], int]:
-    """Return the number of each group's last collective, by backend and torch's name of the group."""
     newest: dict[tuple[str, str], tuple[int, int]] = {}
     for entry in entries:
         if not entry.get("is_p2p"):
@@ -307,7 +302,6 @@ def _last(entries: list[dict[str, Any]], backend: str) -> dict[tuple[str, str], 
 def open_operations(
     entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Collective]:
-    """Yield the open operations, oldest first; sends and receives of one batch as one."""
     ended = {_batch(each) for each in entries if _operation(each) == _COALESCED and _completed(each)}
     found: dict[object, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -348,7 +342,6 @@ def _transfer(
 def _collectives(
     entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Collective]:
-    """Yield the collectives among these, oldest first."""
     by_group: dict[tuple[object, ...], list[Collective]] = {}
     newest: dict[tuple[object, ...], int] = {}
     for entry in entries:

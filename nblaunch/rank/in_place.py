@@ -73,12 +73,10 @@ class NotInPlaceError(RuntimeError):
 
 
 def torch_can() -> bool:
-    """Whether this torch can form a group again in place."""
     return _OPTION in inspect.signature(_make).parameters
 
 
 def able() -> set[str]:
-    """Return the names of the registered backends of this torch that can."""
     plugins = distributed_c10d.Backend._plugins.items()  # noqa: SLF001 - torch names the backends only
     makers = {name.lower(): getattr(each.creator_fn, "__name__", "") for name, each in plugins}
     return {name for name, maker in makers.items() if maker in _makers()}
@@ -119,7 +117,6 @@ def all_can(told: Sequence[OwnGroups]) -> bool:
 
 
 def accept_groups() -> None:
-    """Have torch make groups from now on so that they can be formed again in place."""
     if not torch_can():
         return
     distributed_c10d._new_process_group_helper = _new_process_group  # noqa: SLF001 - as above
@@ -239,10 +236,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def revoke() -> bool:
-    """Have NCCL end what is under way in all groups, which stay; return whether all can be formed again.
-
-    Otherwise nothing is done.
-    """
+    """Have NCCL end what is under way in all groups, which stay; where these cannot, only return False."""
     groups = list(distributed_c10d._world.pg_names)  # noqa: SLF001 - as below
     if not groups or not _are_ours(groups):
         return False
@@ -346,7 +340,6 @@ def _are_ours(groups: Iterable[Any]) -> bool:
 
 
 def _in_order(numbers: Mapping[int, int]) -> list[int]:
-    """Return the ranks of a group in the order of their numbers within it."""
     return sorted(numbers, key=numbers.__getitem__)
 
 
@@ -357,7 +350,6 @@ def _handles(group: Any) -> list[str]:
 def _connect(
     group: Any, number: int, handles: Sequence[Sequence[str]], timeout: timedelta | None = None
 ) -> None:
-    """Connect each backend of a group; `handles` are those of each of its ranks."""
     reconfigure: Callable[..., Any] = getattr(distributed_c10d, "_reconfigure")  # noqa: B009 - from 2.14 on
     for backend, of_backend in zip(backends_of(group), zip(*handles, strict=True), strict=True):
         reconfigure(number, list(of_backend), backend, timeout).wait()

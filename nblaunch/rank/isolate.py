@@ -42,7 +42,6 @@ server_pid = 0
 
 
 def isolate() -> None:
-    """Make this fork of the server a process of its own."""
     # SIGKILL in place of the SIGINT that torch.multiprocessing asks for, which a rank may ignore.
     die_with_parent(server_pid)
     become_subreaper()
@@ -79,7 +78,6 @@ class _InDirectory(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load torch's module; leave every other module to the other finders."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == _TEMPLATES else None
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
@@ -101,16 +99,11 @@ def _forget_inherited_servers() -> None:
     for fd in (inherited._forkserver_alive_fd, tracker._fd):  # noqa: SLF001
         if fd is not None:
             os.close(fd)
-    for name, value in (
-        ("_forkserver_address", None),
-        ("_forkserver_alive_fd", None),
-        ("_forkserver_pid", None),
-        ("_inherited_fds", None),
-        ("_preload_modules", ["__main__"]),
-    ):
-        setattr(inherited, name, value)
-    tracker._fd = None  # noqa: SLF001
-    tracker._pid = None  # noqa: SLF001
+    vars(inherited).update(
+        _forkserver_address=None, _forkserver_alive_fd=None, _forkserver_pid=None, _inherited_fds=None
+    )
+    vars(inherited)["_preload_modules"] = ["__main__"]
+    vars(tracker).update(_fd=None, _pid=None)
 
 
 def reseed() -> None:
@@ -135,7 +128,6 @@ def reseed() -> None:
 
 
 def note_own_children() -> None:
-    """Have this process note which children it starts itself."""
     for module, names in _STARTERS:
         for name in names:
             start = getattr(module, name, None)

@@ -42,38 +42,7 @@ from torch.utils import hooks
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.probes import diff, loggers, rank_metrics, steps
-from nblaunch.protocol.messages import (
-    Adopt,
-    Arrived,
-    CellJob,
-    Colored,
-    Dispatch,
-    Entered,
-    FailureRecord,
-    Finishing,
-    FunctionJob,
-    Hello,
-    Leave,
-    Names,
-    Objects,
-    Orders,
-    Phase,
-    Preempt,
-    Preempted,
-    Preempting,
-    Prepare,
-    Profiled,
-    PullJob,
-    PushJob,
-    Raised,
-    RankNotice,
-    Recover,
-    Recovered,
-    Returned,
-    ScriptJob,
-    Started,
-    Unwritten,
-)
+from nblaunch.protocol import messages
 from nblaunch.protocol.state import describe_exit
 from nblaunch.rank import (
     environment,
@@ -105,11 +74,8 @@ _RESUME = (
     "sys.path[:] = given['path']; from nblaunch.rank.main import resume; resume(given['orders'])"
 )
 
-AnyJob = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
 
-
-def run_rank(orders: Orders) -> None:
-    """Be a rank; torchelastic's entry point."""
+def run_rank(orders: messages.Orders) -> None:
     isolate()
     if orders.fresh is not None:
         environ = environment.for_rank(orders.fresh, keep=orders.keep)
@@ -123,10 +89,10 @@ def resume(orders: dict[str, Any]) -> NoReturn:
     # What a fork finds loaded when torchelastic calls it: its error files.
     importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     # As a fork ends: what runs at exit has run.
-    os._exit(_live(Orders(**orders)))
+    os._exit(_live(messages.Orders(**orders)))
 
 
-def _live(orders: Orders) -> int:
+def _live(orders: messages.Orders) -> int:
     keep_files_in(orders.spill)
     note_own_children()
     shell.prepare(orders.spill)
@@ -159,7 +125,7 @@ def exec_new_python(orders: dict[str, Any], directory: str, environ: Mapping[str
 class Rank:
     """One rank: the process that this object lives in."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: messages.Orders) -> None:
         self.orders = orders
         self.rank = int(os.environ["RANK"])
         self._spill = functools.partial(Path, orders.spill)
@@ -168,12 +134,12 @@ class Rank:
         hooks.RemovableHandle.next_id = zlib.crc32(os.environ["TORCHELASTIC_RUN_ID"].encode()) << 32
         self.device = torch.device("cpu")
         self.device_name = "cpu"
-        self.phase = Phase.CONNECT
+        self.phase = messages.Phase.CONNECT
         self.titles: dict[str, str] = {}
-        self.outgoing: shared_memory.Outgoing | None = None
-        self.profile: shared_memory.Outgoing | None = None
+        self._outgoing = contextlib.ExitStack()
+        """The last job's value and profile: the notebook has them once the next job is dispatched."""
         self.variables = Variables(kept=orders.keep)
-        self._last_names = Names(rank=-1, names=())
+        self._last_names = messages.Names(rank=-1, names=())
         self._names_reported = False
         """Whether the job that runs has reported the rank's variables."""
         self.dead_variables = DeadVariables()
@@ -190,13 +156,15 @@ class Rank:
         inspector = stacks.RankInspector(self.rank, self.titles)
         self.link = Link(orders.address, orders.group, inspector, keep=orders.keep)
         stdio.capture_descriptors()
-        stdio.install(self.link.switched, lambda size: self.link.send(Unwritten(rank=self.rank, size=size)))
+        stdio.install(
+            self.link.switched, lambda size: self.link.send(messages.Unwritten(rank=self.rank, size=size))
+        )
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
         self.questions = stdio.Questions(self.rank, self.link.send)
         self.link.on_answer = self.questions.install()
         rank_metrics.start(self.link.metrics)
         self.link.start(
-            Hello(
+            messages.Hello(
                 rank=self.rank,
                 token=orders.token,
                 attempt=orders.attempt,
@@ -208,23 +176,22 @@ class Rank:
         )
 
     def live(self) -> int:
-        """Follow the hub's orders until `Leave`; return the exit code."""
         exitcode, abort = 1, False
         try:
             while True:
                 try:
                     match self.link.inbox.get():
-                        case Prepare() as prepare:
+                        case messages.Prepare() as prepare:
                             self._guarded(functools.partial(self._prepare, prepare))
-                        case Dispatch() as dispatch:
+                        case messages.Dispatch() as dispatch:
                             self._guarded(functools.partial(self._work, dispatch))
-                        case Recover() as order:
+                        case messages.Recover() as order:
                             self._recover(order)
-                        case Adopt() as other:
-                            self._go_on_as(other)
-                        case Preempt():
+                        case messages.Adopt() as other:
+                            self._adopt(other)
+                        case messages.Preempt():
                             self._save(in_job=False)
-                        case Leave(exitcode=exitcode, abort=abort):
+                        case messages.Leave(exitcode=exitcode, abort=abort):
                             return exitcode
                 except KeyboardInterrupt:
                     # The signal was sent while the job was still at work, and arrives after its end.
@@ -239,7 +206,10 @@ class Rank:
             try:
                 step()
             except BaseException:
-                self._end_job()
+                # From here on no interrupt reaches the main thread, also none that is on its way.
+                with contextlib.suppress(KeyboardInterrupt):
+                    self.link.end_job()
+                self.link.end_job()
                 self._save(in_job=True)
                 self.link.metrics.settle(_SETTLE_SECONDS)
                 raise
@@ -255,16 +225,10 @@ class Rank:
             # As a rank that exits without a result or an error.
             words, now = describe_exit(error.exitcode), time.time()
             self._report_failure(
-                FailureRecord(type="ProcessExited", message=words, exitcode=error.exitcode, time=now)
+                messages.FailureRecord(type="ProcessExited", message=words, exitcode=error.exitcode, time=now)
             )
         except BaseException as error:  # noqa: BLE001 - a job may raise anything
             self._failed(error, 1)
-
-    def _end_job(self) -> None:
-        """Have no interrupt reach the main thread any more, also none that is on its way."""
-        with contextlib.suppress(KeyboardInterrupt):
-            self.link.end_job()
-        self.link.end_job()
 
     def _save(self, *, in_job: bool) -> None:
         """Call what `on_preempt` has registered, if that was ordered, and a job has run since the last time.
@@ -274,18 +238,18 @@ class Rank:
         until = self.link.preemption()
         if until is None:
             return
-        self.link.send(Preempting(rank=self.rank))
+        self.link.send(messages.Preempting(rank=self.rank))
         stdio.output.main_saves = not in_job
         failed = preempt.call_all(until) if self._unsaved else ()
         stdio.output.main_saves = self._unsaved = False
         preempt.saved()
         offsets = None if in_job or self.orders.keep else stdio.output.offsets()
         self.link.send(
-            Preempted(rank=self.rank, failed=tuple(map(failure.encodable, failed)), offsets=offsets)
+            messages.Preempted(rank=self.rank, failed=tuple(map(failure.encodable, failed)), offsets=offsets)
         )
 
-    def _prepare(self, prepare: Prepare) -> None:
-        self._enter(Phase.PROCESS_GROUP)
+    def _prepare(self, prepare: messages.Prepare) -> None:
+        self._enter(messages.Phase.PROCESS_GROUP)
         environment.apply(prepare, keep=self.orders.keep)
         if self.orders.virtual_local_rank:
             environment.see_one_device_only(prepare.accelerators)
@@ -295,7 +259,7 @@ class Rank:
         flight_recorder.record_collectives()
         self.device = environment.choose_device(prepare)
         self.device_name = str(self.device) if prepare.device_type else ""
-        self._enter(Phase.PROCESS_GROUP)
+        self._enter(messages.Phase.PROCESS_GROUP)
         if self.orders.keep:
             in_place.accept_groups()
             if self.device.type == "cuda":
@@ -309,9 +273,9 @@ class Rank:
         if self.orders.keep:
             self._set_rank_names()
         if not prepare.joins:
-            self._enter(Phase.READY)
+            self._enter(messages.Phase.READY)
 
-    def _go_on_as(self, other: Adopt) -> None:
+    def _adopt(self, other: messages.Adopt) -> None:
         """Be another rank, with all variables; the next `Recover` forms the process group."""
         self.rank = shell.publisher.rank = self.questions.rank = other.rank
         os.environ.update(
@@ -324,16 +288,16 @@ class Rank:
         )
         process_group.go_on_in(other.attempt)
         self._set_rank_names()
-        self._enter(Phase.PROCESS_GROUP)
+        self._enter(messages.Phase.PROCESS_GROUP)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: messages.Phase) -> None:
         self.phase = phase
-        self.link.send(Entered(rank=self.rank, phase=phase, device=self.device_name))
+        self.link.send(messages.Entered(rank=self.rank, phase=phase, device=self.device_name))
 
-    def _work(self, dispatch: Dispatch) -> None:
+    def _work(self, dispatch: messages.Dispatch) -> None:
         self._begin(dispatch)
         job = dispatch.job
-        self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})
+        self.titles.update(dispatch.titles)
         if dispatch.code is not None:
             self.modules.take(dispatch.code)
         if not dispatch.internal and (notice := self.modules.notice()):
@@ -351,17 +315,16 @@ class Rank:
             loaded = self._arrived(parts, dispatch.objects, job)
         del parts
         pickling.remember_received_classes()
-        with self._seen_inside(dispatch):
+        with self._probed(dispatch):
             value = self._do(job, loaded) if self.orders.keep else self._do_to_the_end(job, loaded)
         # While an interrupt still ends the wait for a GPU.
         self.link.metrics.settle()
         self.link.finish_job()
         # The exit status of a script, always 0 here, is not worth showing.
-        seen = not isinstance(job, ScriptJob) or bool(job.pull)
-        self._returned(value, seen=seen, cell=job if isinstance(job, CellJob) else None)
+        seen = not isinstance(job, messages.ScriptJob) or bool(job.pull)
+        self._returned(value, seen=seen, cell=job if isinstance(job, messages.CellJob) else None)
 
-    def _profiled(self, dispatch: Dispatch) -> AbstractContextManager[None]:
-        """Return what records the job, if that was asked for."""
+    def _profiled(self, dispatch: messages.Dispatch) -> AbstractContextManager[None]:
         if not dispatch.insight.profile:
             return contextlib.nullcontext()
         # Not before: what is not asked for costs nothing.
@@ -373,37 +336,35 @@ class Rank:
 
     def _send_profile(self, reduced: bytes, trace: bytes) -> None:
         packed = pickling.Packed(memoryview(reduced), (memoryview(trace),))
-        self.profile = shared_memory.put(packed, self._spill)
-        self.link.send(Profiled(rank=self.rank, data=self.profile.payload))
+        profile = self._outgoing.enter_context(shared_memory.put(packed, self._spill))
+        self.link.send(messages.Profiled(rank=self.rank, data=profile.payload))
 
-    def _begin(self, dispatch: Dispatch) -> None:
+    def _begin(self, dispatch: messages.Dispatch) -> None:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
-        self.phase, self.raised = Phase.JOB, None
+        self.phase, self.raised = messages.Phase.JOB, None
         self._unsaved = self._unsaved or not dispatch.query
         # A query reports nothing: objects that the notebook refers to at this moment stay.
         self._names_reported, self._internal = dispatch.query, dispatch.internal
         if not dispatch.query:
             diff.end_job()
-        if not dispatch.internal or isinstance(dispatch.job, PushJob):
+        if not dispatch.internal or isinstance(dispatch.job, messages.PushJob):
             shell.free_gpu_memory()
         if not dispatch.internal:
             memory.reset_peak()
-        if self.outgoing is not None:
-            # The previous job's value: the notebook has it, or this job would not have been dispatched.
-            self.outgoing.close()
-            self.outgoing = None
-        self._drop_profile()
+        self._outgoing.close()
         late = not dispatch.internal and bool(stdio.output.kept)
-        started = Started(rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late)
+        started = messages.Started(
+            rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late
+        )
         self.link.send(started, urgent=False)
         if not dispatch.internal:
             self.link.metrics.begin_job()
             stdio.output.begin_job()
         self.link.begin_job()
 
-    def _arrived(self, parts: Sequence[memoryview], objects: Objects, job: AnyJob) -> Any:
+    def _arrived(self, parts: Sequence[memoryview], objects: messages.Objects, job: object) -> Any:
         """Unpickle the payload of a session's job; keep it once it has arrived on every rank."""
-        arrival, pushed = Arrival(), isinstance(job, PushJob)
+        arrival, pushed = Arrival(), isinstance(job, messages.PushJob)
         try:
             loaded = pickling.loads_known(
                 parts, str(self.device), self.variables.found, arrival.offer, pushed=pushed
@@ -413,7 +374,7 @@ class Rank:
             raise
         try:
             if objects.wait:
-                self.link.send(Arrived(rank=self.rank))
+                self.link.send(messages.Arrived(rank=self.rank))
                 self.link.proceed.wait()
             self._keep(job, loaded, objects, arrival)
         except BaseException:
@@ -425,21 +386,22 @@ class Rank:
             raise
         return loaded.value
 
-    def _keep(self, job: AnyJob, loaded: pickling.Loaded, objects: Objects, arrival: Arrival) -> None:
+    def _keep(
+        self, job: object, loaded: pickling.Loaded, objects: messages.Objects, arrival: Arrival
+    ) -> None:
         arrival.undo()
         self.variables.keep(loaded, objects)
         self.variables.bring(arrival.offered)
         match job:
-            case CellJob():
+            case messages.CellJob():
                 self.variables.bring(loaded.value)
-            case FunctionJob():
+            case messages.FunctionJob():
                 self.variables.bring(dict(loaded.value[-1]))
-            case PushJob():
+            case messages.PushJob():
                 self.variables.push(loaded.value)
 
     @contextlib.contextmanager
-    def _seen_inside(self, dispatch: Dispatch) -> Iterator[None]:
-        """Within the block, the probes that the job was submitted with are at work."""
+    def _probed(self, dispatch: messages.Dispatch) -> Iterator[None]:
         with contextlib.ExitStack() as probes:
             if not dispatch.internal:
                 recorder = self.link.metrics
@@ -464,24 +426,27 @@ class Rank:
             yield
 
     def _notify(self, text: str) -> None:
-        self.link.send(RankNotice(rank=self.rank, text=failure.encodable(text)))
+        self.link.send(messages.RankNotice(rank=self.rank, text=failure.encodable(text)))
 
-    def _do(self, job: AnyJob, loaded: Any) -> object:
+    def _do(self, job: messages.AnyJob, loaded: Any) -> object:
         match job:
-            case CellJob():
+            case messages.CellJob():
                 return self._run_cell(job, loaded)
-            case PushJob():
+            case messages.PushJob():
                 return None  # `_keep` has stored them
-            case PullJob(names=names):
+            case messages.PullJob(names=names):
                 return self.variables.pull(names)
-            case FunctionJob():
+            case messages.FunctionJob():
                 function, args, kwargs, _ = loaded  # the function's globals have the variables already
                 value = function(*args, **dict(kwargs))
                 return asyncio.run(value) if inspect.iscoroutine(value) else value
-            case ScriptJob():
-                return self._run_script(job)
+            case messages.ScriptJob(file=file, pull=names):
+                if file:
+                    self.titles[self.modules.path_here(file)] = job.title
+                script.run(msgspec.structs.replace(job, path=self.modules.path_here(job.path)))
+                return dict(zip(names, self.variables.pull(names), strict=True)) if names else 0
 
-    def _do_to_the_end(self, job: AnyJob, loaded: Any) -> object:
+    def _do_to_the_end(self, job: messages.AnyJob, loaded: Any) -> object:
         """Do the only job of this rank, and wait for its threads: it ends as a script does.
 
         A failure is reported first: peers may wait for this rank. What is left to do then comes in `_leave`.
@@ -498,22 +463,19 @@ class Rank:
     def _wait_for_threads(self) -> None:
         self._waited = True
         try:
-            script.wait_for_threads(self._telling)
+            script.wait_for_threads(self._reporting)
         except BaseException:
             # An interrupt. Its outcome ends the process.
-            self._call_exit_functions()
+            script.call_exit_functions(self._reporting)
             raise
 
-    def _call_exit_functions(self) -> None:
-        script.call_exit_functions(self._telling)
-
-    def _telling(self, what: Callable[[], str]) -> AbstractContextManager[None]:
+    def _reporting(self, what: Callable[[], str]) -> AbstractContextManager[None]:
         """Return what says, after a moment, what the rank finishes until the block ends."""
         return self.link.sending_later(
-            _MOMENT_SECONDS, lambda: Finishing(rank=self.rank, what=failure.encodable(what()))
+            _MOMENT_SECONDS, lambda: messages.Finishing(rank=self.rank, what=failure.encodable(what()))
         )
 
-    def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
+    def _run_cell(self, job: messages.CellJob, captured: dict[str, Any]) -> object:
         if not self.orders.keep:
             self.variables.bring(captured)
         self._set_rank_names()
@@ -532,15 +494,8 @@ class Rank:
             device=self.device,
         )
 
-    def _run_script(self, job: ScriptJob) -> object:
-        if job.file:
-            self.titles[self.modules.path_here(job.file)] = job.title
-        script.run(msgspec.structs.replace(job, path=self.modules.path_here(job.path)))
-        pulled = dict(zip(job.pull, self.variables.pull(job.pull), strict=True))
-        return pulled if job.pull else 0
-
-    def _returned(self, value: object, *, seen: bool = True, cell: CellJob | None = None) -> None:
-        self.phase = Phase.VALUE
+    def _returned(self, value: object, *, seen: bool = True, cell: messages.CellJob | None = None) -> None:
+        self.phase = messages.Phase.VALUE
         used = None if self._internal else memory.used()
         if self.orders.keep:
             # Before the value, which ends the job: the notebook captures the next one by what it knows then.
@@ -549,22 +504,23 @@ class Rank:
         text, html = shell.prepare().describe(value) if seen else ("", "")
         not_sent = ""
         if cell is None:
-            self.outgoing = values.send(value, self._spill)
+            outgoing = values.send(value, self._spill)
         else:
-            self.outgoing, not_sent = values.send_or_stand_in(
+            outgoing, not_sent = values.send_or_stand_in(
                 value, self._spill, shown=text, rank=self.rank, asked_for=cell.keeps_value
             )
+        self._outgoing.enter_context(outgoing)
         if self.device.type != "cpu" and self.link.times_freed > freed:
             # The value waited for a collective that was then aborted, so its numbers are not the job's.
             raise KeyboardInterrupt
         if not self.orders.keep:
             # Once the value is packed: they close what it may be made of.
             self.link.resume_job()
-            self._call_exit_functions()
+            script.call_exit_functions(self._reporting)
         self.link.send(
-            Returned(
+            messages.Returned(
                 rank=self.rank,
-                value=self.outgoing.payload,
+                value=outgoing.payload,
                 time=time.time(),
                 text=failure.encodable(text),
                 html=failure.encodable(html),
@@ -598,13 +554,13 @@ class Rank:
         else:
             failure.write_error_file(error)
         self._report_failure(record)
-        self.link.send(Colored(rank=self.rank, text=failure.shown(error)))
+        self.link.send(messages.Colored(rank=self.rank, text=failure.shown(error)))
 
-    def _report_failure(self, record: FailureRecord) -> None:
+    def _report_failure(self, record: messages.FailureRecord) -> None:
         ended = stdio.output.end_job(keep=self.orders.keep)
         used = memory.used()
         self.link.send(
-            Raised(
+            messages.Raised(
                 rank=self.rank,
                 failure=record,
                 offsets=ended,
@@ -621,14 +577,13 @@ class Rank:
         self._names_reported = True
         self.modules.note_loaded()
         rebound, lost = self.variables.settle()
-        known = Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
+        known = messages.Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
         if known != self._last_names or lost:
             self._last_names = known
             self.link.send(msgspec.structs.replace(known, lost=lost))
 
-    def _recover(self, order: Recover) -> None:
-        """Make the rank ready for another job, and report whether it is."""
-        recovered = functools.partial(Recovered, rank=self.rank, number=order.number)
+    def _recover(self, order: messages.Recover) -> None:
+        recovered = functools.partial(messages.Recovered, rank=self.rank, number=order.number)
         cut = stacks.cutting(order.fds)
         try:
             if order.reform:
@@ -638,8 +593,8 @@ class Rank:
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
                 stepped = self.dead_variables.names_of(formed.stepped)
                 answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not, stepped=stepped)
-                if self.phase is Phase.PROCESS_GROUP:
-                    self._enter(Phase.READY)
+                if self.phase is messages.Phase.PROCESS_GROUP:
+                    self._enter(messages.Phase.READY)
             else:
                 process_group.check_context(self.device)
                 answer = recovered(dead=self.dead_variables.stumbled_over(self.raised))
@@ -650,15 +605,17 @@ class Rank:
         self.link.send(answer)
 
     def _leave(self, exitcode: int, *, abort: bool) -> None:
-        self.phase = Phase.LEAVE
+        self.phase = messages.Phase.LEAVE
         try:
             stdio.output.begin_job()
             # A fork ends by os._exit; programs expect this all the same.
             if not self._waited:
                 self._wait_for_threads()
-            self._call_exit_functions()
+            script.call_exit_functions(self._reporting)
             if exitcode and not self.orders.keep:
-                self.link.send(Finishing(rank=self.rank, what="", offsets=stdio.output.end_job(keep=False)))
+                self.link.send(
+                    messages.Finishing(rank=self.rank, what="", offsets=stdio.output.end_job(keep=False))
+                )
             shell.end()
             if exitcode == 0:
                 # A rank that failed closes its connections by exiting: an orderly end could wait for peers.
@@ -671,12 +628,4 @@ class Rank:
                 with contextlib.suppress(Exception):
                     stream.flush()
             self.link.close()
-            if self.outgoing is not None:
-                self.outgoing.close()
-            self._drop_profile()
-
-    def _drop_profile(self) -> None:
-        """Free the last job's profile: whoever wants it has it."""
-        if self.profile is not None:
-            self.profile.close()
-            self.profile = None
+            self._outgoing.close()

@@ -32,7 +32,6 @@ _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 
 
 def on_gpu() -> bool:
-    """Return whether this rank uses CUDA."""
     return bool(torch.cuda.is_initialized())
 
 
@@ -53,14 +52,12 @@ class HostMeter:
         self._set_back = False
 
     def begin(self) -> None:
-        """Begin the peak of a job: 20 us."""
         self._began = time.monotonic()
         self._set_back = set_back_peak()
         known = resident_of()
         self._first_peak = known.peak if known is not None else 0
 
     def measure(self) -> tuple[int | None, int | None]:
-        """Return the bytes now, and at most since the job began."""
         known = resident_of()
         if known is None:
             return None, None
@@ -83,12 +80,10 @@ _host = HostMeter()
 
 
 def used() -> MemoryUse:
-    """Return what this rank uses, and has used at most since `reset_peak`."""
     return MemoryUse(*_host.measure(), allocated("current"), peak())
 
 
 def reset_peak() -> None:
-    """Reset the peaks: they are those of the job that begins."""
     _host.begin()
     with contextlib.suppress(RuntimeError):  # an allocator of the program's own, which keeps no statistics
         for index in range(torch.cuda.device_count() if on_gpu() else 0):
@@ -164,10 +159,7 @@ _HOST = re.compile(r"DefaultCPUAllocator|can't allocate memory|Cannot allocate m
 
 
 def held(error: BaseException, titles: Mapping[str, str]) -> tuple[HeldMemory, ...]:
-    """Return what this rank holds of the memory that ran out, the largest first; nothing for other errors.
-
-    `titles` maps the file names of notebook cells to what the reader calls them.
-    """
+    """Return what this rank holds of the memory that ran out, the largest first; nothing for other errors."""
     for each in chain(error):
         device = _short_of(each)
         if device is not None:

@@ -30,7 +30,6 @@ class OwnModules:
         self._outdated: set[str] = set()
 
     def take(self, code: CodeTree) -> None:
-        """Import from here."""
         if code.tree == self._tree:
             return
         roots = tuple(map(os.fsdecode, code.roots))
@@ -68,7 +67,6 @@ class OwnModules:
         )
 
     def note_loaded(self) -> None:
-        """Note what a job has loaded, to notice when that changes."""
         if not self._entries:
             return
         begins = tuple(f"{each}/" for each in self._entries)
@@ -116,7 +114,6 @@ class OwnModules:
 
 
 def _time_and_size(module: object) -> tuple[int, int] | None:
-    """Return the time and size of a module's file, None if it is gone."""
     with contextlib.suppress(OSError):
         found = Path(file_of(module)).stat()
         return found.st_mtime_ns, found.st_size

@@ -109,7 +109,6 @@ class Variables:
         return name in namespace and namespace[name] is not self._came.get(name, _REBOUND)
 
     def push(self, given: Mapping[str, object]) -> None:
-        """Take variables that the notebook has pushed, also in place of the rank's own."""
         shell.namespace().update(given)
         self._came.update(given)
         self._received.update(given)
@@ -117,7 +116,7 @@ class Variables:
     def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """After a job, return which variables the rank has bound itself, and which objects it has lost."""
         namespace = shell.namespace()
-        bound = self._stores.taken()
+        bound = self._stores.take()
         # No object is kept that came and is no longer there under its name.
         self._came = {
             name: value if namespace[name] is value and name not in bound else _REBOUND
@@ -197,7 +196,6 @@ class Arrival:
                 namespace[name] = value
 
     def undo(self) -> None:
-        """Remove the variables that were filled in."""
         namespace = shell.namespace()
         while self._filled:
             namespace.pop(self._filled.pop(), None)
@@ -338,7 +336,6 @@ class DeadVariables:
         return tuple(dead for dead, _ in self._dead)[:_MOST_NAMED]
 
     def names_of(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
-        """Return by which names the program knows these, and the models that they are for."""
         try:
             found = optimizer_steps.names(optimizers, self._things()) if optimizers else ()
         except Exception:  # noqa: BLE001 - a user's model may raise anything when it is examined
@@ -423,11 +420,8 @@ _UNFORGOTTEN = "it cannot forget its last step: "
 def _why_lost(thing: object, lost: Sequence[tuple[object, str]]) -> str | None:
     """Return why a thing does not go on with the groups that it was made for; None if it does."""
     why = next((f"{_UNFORGOTTEN}{why}" for each, why in lost if each is thing), None)
-    return "" if why is None and _is_wrapped_whole(thing) else why
-
-
-def _is_wrapped_whole(value: object) -> bool:
-    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(value).__mro__)
+    wrapped_whole = any(kind.__name__ == "FullyShardedDataParallel" for kind in type(thing).__mro__)
+    return "" if why is None and wrapped_whole else why
 
 
 def _is_about_groups(error: BaseException) -> bool:

@@ -20,7 +20,6 @@ _ends = weakref.WeakKeyDictionary[Optimizer, torch.cuda.Event]()
 
 
 def follow() -> None:
-    """Follow the steps of all optimizers from now on."""
     register_optimizer_step_post_hook(_note)
 
 
@@ -48,11 +47,7 @@ def names(optimizers: Sequence[Optimizer], things: Iterable[tuple[str, Any]]) ->
     for path, thing in things:
         # Of a model its variable alone, and not each module in it.
         whole = isinstance(thing, torch.nn.Module) and "." not in path
-        if id(thing) in stepped or (whole and parameters & _ids(thing)):
+        if id(thing) in stepped or (whole and not parameters.isdisjoint(map(id, thing.parameters()))):
             found.setdefault(id(thing), path)
     unnamed = [f"a {type(each).__name__}" for each in optimizers if id(each) not in found]
     return (*found.values(), *unnamed)
-
-
-def _ids(model: torch.nn.Module) -> set[int]:
-    return {id(parameter) for parameter in model.parameters()}

@@ -45,14 +45,12 @@ def _defined_again(known: object, function: object) -> bool:
 
 
 def forget(function: Callable[[float], object]) -> None:
-    """Remove a function; does nothing for one that is not there."""
     _functions[:] = [
         known for known in _functions if not (known == function or _defined_again(known, function))
     ]
 
 
 def ordered() -> None:
-    """Note that the rank has been ordered to save; from any thread."""
     global _ordered
     _ordered = time.monotonic()
 
@@ -127,6 +125,5 @@ def _end_without_order() -> None:
 
 
 def _end() -> None:
-    """End by the signal, from any thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)

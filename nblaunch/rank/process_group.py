@@ -87,8 +87,7 @@ class Groups:
 
     def tally(self, group: str, backend: str, called: int | None, recorded: int | None = None) -> Tally:
         """Return what is known of a group, with the names of it that all ranks have."""
-        title = str(getattr(self.named[group], "group_desc", ""))
-        title = title if title not in ("", "undefined") else group
+        title = flight_recorder.title(group, str(getattr(self.named[group], "group_desc", "")))
         return Tally(group, title, backend, self.names[group], called, recorded)
 
 
@@ -282,46 +281,42 @@ def check_context(device: torch.device, *, wait: bool = True) -> None:
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return
     # A device-side assertion is known once the CUDA kernel has run, which may take any time.
-    if found := _asked(torch.cuda.synchronize if wait else _query, device, _SYNCHRONIZE_SECONDS):
+    if found := _ask_cuda(torch.cuda.synchronize if wait else _query, device, _SYNCHRONIZE_SECONDS):
         raise UnusableError(found)
 
 
 def gpu_is_done() -> bool:
     """Whether this rank's GPU has ended all work that it was given; waits a moment for that."""
     known = _device.type == "cuda" and torch.cuda.is_initialized()
-    return known and _asked(torch.cuda.synchronize, _device, _MOMENT_SECONDS) == ""
+    return known and _ask_cuda(torch.cuda.synchronize, _device, _MOMENT_SECONDS) == ""
 
 
 def broken() -> str:
     """Return CUDA's error if this rank's context is broken, as far as CUDA says so within a moment."""
     known = _device.type == "cuda" and torch.cuda.is_initialized()
-    return (_asked(_query, _device, _MOMENT_SECONDS) or "") if known else ""
+    return (_ask_cuda(_query, _device, _MOMENT_SECONDS) or "") if known else ""
 
 
 def _query(device: torch.device) -> bool:
     return bool(torch.cuda.current_stream(device).query())
 
 
-def _asked(call: Callable[[torch.device], object], device: torch.device, seconds: float) -> str | None:
+def _ask_cuda(call: Callable[[torch.device], object], device: torch.device, seconds: float) -> str | None:
     """Ask CUDA on a thread; return its error, "" without one, None without an answer within `seconds`."""
     found: list[str] = []
-    thread = threading.Thread(
-        target=lambda: found.append(_cuda_error(lambda: call(device))),
-        name="nblaunch-synchronize",
-        daemon=True,
-    )
+
+    def ask() -> None:
+        try:
+            call(device)
+        except RuntimeError as error:
+            found.append(str(error).partition("\n")[0])
+        else:
+            found.append("")
+
+    thread = threading.Thread(target=ask, name="nblaunch-synchronize", daemon=True)
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
-
-
-def _cuda_error(call: Callable[[], object]) -> str:
-    """Return CUDA's error in a call, in one line; empty if there is none."""
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
 
 
 def _end_nccl() -> None:
@@ -348,15 +343,13 @@ def _abort(then: Callable[[], None]) -> None:
 
 
 def _numbers(group: Any) -> dict[str, int | None]:
-    """Return the number of the last operation that each backend of a group was called for."""
-    return {str(each.name()): _number_of(each) for each in in_place.backends_of(group)}
-
-
-def _number_of(backend: Any) -> int | None:
-    try:
-        return int(backend._get_sequence_number_for_group())  # noqa: SLF001 - as torch's own debug wrapper
-    except RuntimeError:
-        return None  # it does not count
+    found: dict[str, int | None] = {}
+    for backend in in_place.backends_of(group):
+        found[str(backend.name())] = None
+        with contextlib.suppress(RuntimeError):  # it does not count
+            number = backend._get_sequence_number_for_group()  # noqa: SLF001 - as torch's own debug wrapper
+            found[str(backend.name())] = int(number)
+    return found
 
 
 def _uses_nccl() -> bool:
@@ -465,7 +458,6 @@ def forget_store() -> int:
 
 
 def remember_agent_address(attempt: int) -> None:
-    """Note where the agent's store is, and which attempt this is."""
     global _agent_address, _attempt
     _attempt = attempt
     _agent_address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

@@ -93,7 +93,6 @@ def leave_out_finalizers() -> None:
 
 
 def _awaited() -> list[threading.Thread]:
-    """Return the threads that Python waits for."""
     main = threading.main_thread()
     return [each for each in threading.enumerate() if not each.daemon and each is not main]
 
@@ -121,7 +120,6 @@ def _file(path: str, main: types.ModuleType) -> types.CodeType:
 
 
 def _module(name: str, main: types.ModuleType) -> types.CodeType:
-    """Return the code of a module, or of a package's `__main__`."""
     sys.path.insert(0, str(Path.cwd()))
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -144,7 +142,6 @@ def _code(spec: ModuleSpec | None, name: str, main: types.ModuleType) -> types.C
 def _set_attributes(
     main: types.ModuleType, *, file: str | None, loader: object, spec: ModuleSpec | None = None
 ) -> None:
-    """Give the module the attributes that Python gives `__main__`."""
     vars(main).update(
         __builtins__=builtins,
         __file__=file,

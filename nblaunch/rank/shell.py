@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
 import importlib.abc
 import importlib.machinery
 import linecache
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
@@ -55,7 +56,6 @@ class RankDisplayPublisher(DisplayPublisher):
         update: bool = False,
         **_: object,
     ) -> None:
-        """Send one display, its data as the Jupyter protocol has it."""
         if publisher.send is None:
             return
         if len(data) > 1:
@@ -73,13 +73,11 @@ class RankDisplayPublisher(DisplayPublisher):
         )
 
     def clear_output(self, wait: bool = False) -> None:  # noqa: FBT001, FBT002 - IPython's signature
-        """Clear this rank's output, at once or when the next output comes."""
         if publisher.send is not None:
             publisher.send(Cleared(rank=publisher.rank, wait=wait, offsets=stdio.output.offsets()))
 
 
 def _as_json(value: Any) -> Any:
-    """Return `value` as JSON: bytes as base64, keys as text, other objects as their repr."""
     match value:
         case None | bool() | float():
             return value
@@ -114,11 +112,9 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         path: Sequence[str] | None,  # noqa: ARG002 - the import system's signature
         target: types.ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return how to load `tqdm.notebook`; leave every other module to the other finders."""
         return importlib.machinery.ModuleSpec(fullname, self) if fullname == _NOTEBOOK else None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Fill in the names of the real one that programs, and tqdm itself, import."""
         std: Any = importlib.import_module("tqdm.std")
 
         class TextBar(std.tqdm):  # type: ignore[misc]
@@ -139,7 +135,6 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install_progress_bars() -> None:
-    """Have `tqdm.notebook` give text bars in this process and its forks."""
     if not any(isinstance(finder, _TextBars) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TextBars())
 
@@ -152,9 +147,15 @@ _NO_MAGIC = (
 )
 
 
-def _explain(error: UsageError, magic: object, name: str) -> None:
-    if magic is None:
-        raise UsageError(_NO_MAGIC.format(name=name)) from error
+@contextlib.contextmanager
+def _explaining(find: Callable[[str], object], magic: str, sign: str) -> Iterator[None]:
+    """Within the block, explain why one of the notebook's magics is not here."""
+    try:
+        yield
+    except UsageError as error:
+        if find(magic) is None:
+            raise UsageError(_NO_MAGIC.format(name=sign + magic)) from error
+        raise
 
 
 class QuietDisplayHook(DisplayHook):
@@ -166,7 +167,6 @@ class QuietDisplayHook(DisplayHook):
             self.fill_exec_result(result)
 
     def quiet(self) -> bool:
-        """Return whether the cell that runs ends with a semicolon."""
         source = getattr(self.shell, "running_source", "")
         return bool(self.semicolon_at_end_of_expression(source))
 
@@ -179,12 +179,10 @@ class CellCompiler(CachingCompiler):
     execution_count = 1
 
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
-        """Remember the cell under the number that it has in the notebook."""
         number = self.execution_count if self.filename else number
         return str(super().cache(transformed_code, number, raw_code))
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
-        """Return the notebook's name for the cell."""
         return self.filename or str(super().get_code_name(raw_code, transformed_code, number))
 
 
@@ -219,20 +217,12 @@ class RankShell(InteractiveShell):
         raise SystemExit
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
-        """Run a line magic; explain why one of the notebook's is not here."""
-        try:
+        with _explaining(self.find_line_magic, magic_name, "%"):
             return super().run_line_magic(magic_name, line, _stack_depth + 1)
-        except UsageError as error:
-            _explain(error, self.find_line_magic(magic_name), f"%{magic_name}")
-            raise
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:
-        """Run a cell magic; explain why one of the notebook's is not here."""
-        try:
+        with _explaining(self.find_cell_magic, magic_name, "%%"):
             return super().run_cell_magic(magic_name, line, cell)
-        except UsageError as error:
-            _explain(error, self.find_cell_magic(magic_name), f"%%{magic_name}")
-            raise
 
     def showtraceback(self, *_: object, **__: object) -> None:
         """Print nothing: the failure goes to the notebook."""
@@ -250,7 +240,6 @@ class RankShell(InteractiveShell):
             hook.exec_result = outer
 
     def run(self, job: CellJob) -> ExecutionResult:
-        """Run a cell under its name and number in the notebook."""
         compiler = self.compile
         assert isinstance(compiler, CellCompiler)  # noqa: S101 - set by compiler_class
         compiler.filename, compiler.execution_count = job.filename, job.number
@@ -263,13 +252,11 @@ class RankShell(InteractiveShell):
             compiler.filename, self.lines_above = None, 0
 
     def colored_traceback(self, error: BaseException, first: types.TracebackType | None) -> str:
-        """Return `error` as a notebook shows it, from frame `first` on."""
         formatter = self.SyntaxTB if isinstance(error, SyntaxError) else self.InteractiveTB
         lines = formatter.structured_traceback(type(error), error, first, tb_offset=0)
         return "\n".join(lines)
 
     def forget_error(self) -> None:
-        """Release the last exception wherever IPython and Python keep it."""
         self.last_execution_result = None
         self.InteractiveTB.tb = None
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
@@ -349,7 +336,6 @@ def _warm_up(made: RankShell) -> None:
 
 
 def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:
-    """Let `inspect.getsource` and tracebacks find the source of functions from the notebook."""
     names: dict[str, int] = prepare().compile._filename_map  # noqa: SLF001 - where IPython keeps "Cell In[3]"
     for filename, (title, source) in sources.items():
         number = title.removeprefix("Cell In[").removesuffix("]")
@@ -379,7 +365,6 @@ _LINES = 4
 
 
 def namespace() -> dict[str, Any]:
-    """Return the globals of the cells that run here."""
     main: dict[str, Any] = sys.modules["__main__"].__dict__
     return main
 
@@ -390,7 +375,6 @@ _MOST = 500
 
 
 def answer_comparison(token: str, ask: Ask) -> Any:
-    """Answer a question of `Session.diff` about this rank's variables."""
     return diff.answer(token, ask, namespace())
 
 

@@ -71,7 +71,6 @@ class RankInspector:
         )
 
     def collectives(self) -> int | None:
-        """Return the sequence number of the default group, None where there is no group."""
         default = distributed_c10d.GroupMember.WORLD
         if not isinstance(default, distributed_c10d.ProcessGroup):
             return None
@@ -79,7 +78,6 @@ class RankInspector:
         return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
 
     def importing(self) -> bool:
-        """Return whether the main thread is inside an import."""
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
         while frame is not None and not is_import(frame.f_code.co_filename):
             frame = frame.f_back

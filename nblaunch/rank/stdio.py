@@ -184,13 +184,11 @@ class _RankOutput:
             return _written()
 
     def offsets(self) -> Offsets:
-        """Return how much all threads and processes have written so far to the two files."""
         with self.lock:
             self.settle()
             return _written()
 
     def copy_pipes(self) -> None:
-        """Copy the output of programs so far to the files."""
         for stream, (reading, _) in self.pipes.items():
             with contextlib.suppress(BlockingIOError):
                 while data := os.read(reading, _CHUNK):
@@ -236,7 +234,6 @@ class _RankStream(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Write this thread's unfinished line."""
         with output.lock:
             output.settle()
         super().flush()
@@ -253,7 +250,6 @@ def capture_descriptors() -> None:
 
 
 def install(announce: Callable[[Offsets], None], report: Callable[[int], None]) -> None:
-    """Make descriptors 1 and 2 this process's `sys.stdout` and `sys.stderr`."""
     output.announce, output.report = announce, report
     for name, stream in (("stdout", Stream.STDOUT), ("stderr", Stream.STDERR)):
         made = _RankStream(stream)
@@ -263,7 +259,6 @@ def install(announce: Callable[[Offsets], None], report: Callable[[int], None]) 
 
 
 def _pipe_programs() -> None:
-    """Have programs that would inherit descriptors 1 and 2 write into pipes."""
     popen: Any = subprocess.Popen
     handles = getattr(popen, "_get_handles", None)  # where None becomes "inherit"
     if handles is None:
@@ -303,7 +298,6 @@ def _pipe_for(stream: Stream) -> int:
 
 
 def _copy(reading: int) -> None:
-    """Copy the output of programs as soon as it arrives."""
     import select
 
     waiting = select.poll()
@@ -342,14 +336,10 @@ class Questions:
         return self._answers.put
 
     def input(self, prompt: object = "", /) -> str:
-        """Return a line that the user types in the notebook.
-
-        Raises `EOFError` if the notebook cannot ask.
-        """
+        """Return a line that the user types in the notebook. Raises `EOFError` if the notebook cannot ask."""
         return self._ask(str(prompt), password=False)
 
     def getpass(self, prompt: str = "Password: ", stream: object = None, **_: object) -> str:
-        """Return a line that is not shown while it is typed."""
         del stream
         return self._ask(prompt, password=True)
 
@@ -380,7 +370,6 @@ def _breakpoint_hook(*arguments: Any, **keywords: Any) -> Any:
 
 
 def post_mortem(trace: TracebackType) -> None:
-    """Look at the frames of an exception, in the process that raised it."""
     debugger = _debugger()
     debugger.reset()
     debugger.interaction(None, trace)

@@ -28,14 +28,12 @@ class StoreNotes(ast.NodeTransformer):
         self._noted: dict[str, bool] = {}
         setattr(builtins, _NOTES, self._noted)
 
-    def taken(self) -> set[str]:
-        """Return the variables that were bound since the last call."""
+    def take(self) -> set[str]:
         noted = set(self._noted)
         self._noted.clear()
         return noted
 
     def visit(self, node: ast.AST) -> Any:
-        """Transform a node, but for what has variables of its own."""
         return node if isinstance(node, _SCOPES) else super().visit(node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
@@ -60,15 +58,11 @@ class StoreNotes(ast.NodeTransformer):
         return node
 
     def _notes(self, statement: ast.stmt, names: Iterator[str]) -> list[ast.stmt]:
-        return [
-            _at(statement, ast.Assign([_entry(name)], ast.Constant(value=True)))
-            for name in names
-            if self._asked(name)
+        notes = ast.Name(_NOTES, ast.Load())
+        entries = [
+            ast.Subscript(notes, ast.Constant(name), ast.Store()) for name in filter(self._asked, names)
         ]
-
-
-def _entry(name: str) -> ast.Subscript:
-    return ast.Subscript(ast.Name(_NOTES, ast.Load()), ast.Constant(name), ast.Store())
+        return [_at(statement, ast.Assign([entry], ast.Constant(value=True))) for entry in entries]
 
 
 def _at(place: ast.AST, node: Any) -> Any:

@@ -26,7 +26,6 @@ class ValueNotSentError(TypeError):
 
 
 def send(value: object, spill: Callable[[], Path]) -> shared_memory.Outgoing:
-    """Send a value. Raises `ValueNotSentError` if it cannot be pickled."""
     try:
         return shared_memory.put(pickling.dumps_home(value), spill)
     except (Exception, SystemExit) as error:
@@ -107,11 +106,11 @@ def summarised(printers: dict[type, Printer]) -> Iterator[None]:
     """
     summaries = _Summaries()
     wanted: dict[type, Printer] = dict.fromkeys(
-        (torch.Tensor, torch.nn.Parameter), _printer(summaries.of_tensor)
+        (torch.Tensor, torch.nn.Parameter), _printer(summaries.tensor_text)
     )
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        wanted[numpy.ndarray] = _printer(summaries.of_array)
+        wanted[numpy.ndarray] = _printer(summaries.array_text)
     added = {kind: printer for kind, printer in wanted.items() if kind not in printers}
     printers.update(added)
     try:
@@ -143,7 +142,7 @@ class _Summaries:
     def __init__(self) -> None:
         self._spent = 0.0
 
-    def of_tensor(self, value: torch.Tensor) -> str | None:
+    def tensor_text(self, value: torch.Tensor) -> str | None:
         """Return a large dense tensor in one line; None for any other, a subclass's among them."""
         # A DTensor's statistics would be a collective.
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
@@ -157,11 +156,11 @@ class _Summaries:
         if self._pay(value.numel() / budget):
             axes = sorted(range(value.dim()), key=value.stride, reverse=True)
             pieces = _parts(value.detach().permute(axes), part, torch.split)
-            parts += _statistics(value.numel(), pieces, _of_tensor)
+            parts += _statistics(value.numel(), pieces, _tensor_statistics)
         name = "Parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
         return f"{name}({', '.join(parts)})"
 
-    def of_array(self, value: Any) -> str | None:
+    def array_text(self, value: Any) -> str | None:
         """Return a large array of numbers in one line; None for any other."""
         numpy = sys.modules["numpy"]
         if type(value) is not numpy.ndarray or value.size <= LARGE or value.dtype.kind not in "biufc":
@@ -171,7 +170,7 @@ class _Summaries:
             axes = sorted(range(value.ndim), key=lambda axis: abs(value.strides[axis]), reverse=True)
             pieces = _parts(value.transpose(axes), _PART_CPU, _split_array)
             with numpy.errstate(all="ignore"):
-                parts += _statistics(value.size, pieces, _of_array)
+                parts += _statistics(value.size, pieces, _array_statistics)
         return f"array({', '.join(parts)})"
 
     def _pay(self, share: float) -> bool:
@@ -246,7 +245,7 @@ def _split_array(value: Any, length: int, axis: int) -> Any:
     return (value[(*before, slice(start, start + length))] for start in starts)
 
 
-def _of_tensor(part: torch.Tensor) -> _Statistics:
+def _tensor_statistics(part: torch.Tensor) -> _Statistics:
     if part.dtype.is_complex:
         raise TypeError
     if part.dtype.itemsize == 1 or part.dtype in (torch.uint16, torch.uint32, torch.uint64):
@@ -264,7 +263,7 @@ def _of_tensor(part: torch.Tensor) -> _Statistics:
     return _Statistics(kept.numel(), kept.sum(dtype=wide).item(), low.item(), high.item())
 
 
-def _of_array(part: Any) -> _Statistics:
+def _array_statistics(part: Any) -> _Statistics:
     numpy = sys.modules["numpy"]
     if part.dtype.kind == "c":
         raise TypeError

@@ -42,7 +42,6 @@ def waits(
 
 
 def _has_group(frame: FrameType) -> bool:
-    """Return whether it is a call of torch.distributed that says on which group."""
     code = frame.f_code
     return code.co_filename.endswith(_C10D) and (code.co_name == _FORMING or "group" in code.co_varnames)
 

@@ -3,7 +3,7 @@
 What a job has printed is in the log files of its ranks; of all else its last state is kept. Older states are
 on disk alone, which may hang or be full: a thread writes them, and one that is not written stays in memory.
 
-All is for the hub's thread, but `PastJob.snapshot`, which may read a file.
+Everything here runs on the hub's thread, except `PastJob.snapshot`, which may read a file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from msgspec.structs import replace
 from nblaunch._cgroups import tightest_memory
 from nblaunch._errors import NblaunchError
 from nblaunch._results import EventLog
-from nblaunch.capture.shared_memory import HeldPayload
+from nblaunch.capture.shared_memory import Outgoing
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import JobEnd, JobRecord, JobSnapshot
 from nblaunch.protocol.messages import ProtocolError, encode
 from nblaunch.protocol.reports import size
-from nblaunch.protocol.state import RankState, RunState, decode_state, encode_state
+from nblaunch.protocol.state import RankState, RunState, decode_state
 from nblaunch.protocol.transcript import Transcript, without_displays
 from nblaunch.runtime.jobs import RunningJob, without_values
 
@@ -48,7 +48,7 @@ def most_values() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is kept of a session's jobs: so many jobs, and so many of their states in memory too.
+    """How many jobs of a session are kept, and how many of their states in memory too.
 
     `state` is for the bytes of each state, and `values` for those of all values together.
     """
@@ -72,7 +72,7 @@ class PastJob:
     file: Path
     """Where its state is, once it is on disk."""
     state: RunState | None = None
-    values: dict[tuple[int, str], HeldPayload] = field(default_factory=dict)
+    values: dict[tuple[int, str], Outgoing] = field(default_factory=dict)
     taken: bool = False
     """Whether a client has mapped the values."""
     dropped_values: str = ""
@@ -84,7 +84,6 @@ class PastJob:
         return sum(sum(each.payload.sizes) for each in self.values.values() if each.payload.inline is None)
 
     def drop(self, what: str) -> None:
-        """Add to what is no longer kept."""
         self.record = replace(self.record, dropped="; ".join(filter(None, (self.record.dropped, what))))
 
     def drop_values(self, why: str) -> None:
@@ -94,7 +93,6 @@ class PastJob:
         self.close()
 
     def close(self) -> None:
-        """Close the values."""
         for each in self.values.values():
             each.close()
         self.values = {}
@@ -113,14 +111,14 @@ class PastJob:
                 raise NblaunchError(msg) from None
         if self.dropped_values:
             state = without_values(state, f"it was dropped {self.dropped_values}")
-        return JobSnapshot(job=self.record, state=encode_state(state), options=self.options, end=self.end)
+        return JobSnapshot(job=self.record, state=encode(state), options=self.options, end=self.end)
 
     def store(self) -> None:
         """Move the state to the disk, if that takes it."""
         new = self.file.with_suffix(".new")
         try:
             if self.state is not None:
-                new.write_bytes(encode_state(self.state))
+                new.write_bytes(encode(self.state))
                 new.rename(self.file)
                 self.state = None
         except OSError:
@@ -128,7 +126,6 @@ class PastJob:
                 new.unlink()
 
     def remove(self) -> None:
-        """Remove its file."""
         with contextlib.suppress(OSError):
             self.file.unlink(missing_ok=True)
 
@@ -151,7 +148,6 @@ class Archive:
 
     @property
     def records(self) -> tuple[JobRecord, ...]:
-        """The jobs, for a list of jobs."""
         # A list first: it is made at once, and jobs end on another thread.
         return tuple(past.record for past in list(self._jobs.values()))
 
@@ -160,7 +156,6 @@ class Archive:
         return self._jobs.get(number) if self._keep else None
 
     def add(self, job: RunningJob) -> None:
-        """Take what is left of a job that has ended."""
         state = job.state
         assert job.end is not None  # noqa: S101 - it has ended
         file = self._directory / f"job-{job.number}"
@@ -178,14 +173,12 @@ class Archive:
         self._free()
 
     def taken(self, number: int) -> None:
-        """Know that a client has mapped a job's values."""
         past = self.get(number)
         if past is not None:
             past.taken = True
             self._free()
 
     def close(self) -> None:
-        """Forget all jobs: the session is over."""
         for number in list(self._jobs):
             self._forget(number)
         self._keep = False
@@ -210,7 +203,6 @@ class Archive:
             self._disk.submit(act)
 
     def _free(self) -> None:
-        """Free the memory of older jobs."""
         newest_first = list(reversed(self._jobs.values()))
         for past in newest_first[self._bounds.in_memory :]:
             if past.state is not None:
@@ -230,7 +222,7 @@ def bounded(state: RunState, limit: int) -> tuple[RunState, int]:
     >>> bounded(RunState.fresh(1), 1000) == (RunState.fresh(1), 0)
     True
     """
-    excess = len(encode_state(state)) - limit
+    excess = len(encode(state)) - limit
     if excess <= 0:
         return state, 0
     attempts: list[Mapping[int, RankState]] = [*(each.ranks for each in state.earlier), state.ranks]

@@ -81,7 +81,6 @@ class _Outbox:
         return frame
 
     def withdraw(self, frame: _Queued) -> bool:
-        """Drop a frame of which the socket has nothing yet; return whether that was possible."""
         for place, each in enumerate(self._queue):
             if each is frame and (place or not self._begun):
                 del self._queue[place]
@@ -129,7 +128,7 @@ class _Outbox:
 
 
 class ConnectionOwner(Protocol):
-    """What the owner of the connections does with them, on the hub's thread.
+    """The owner of the connections, called on the hub's thread.
 
     `handle` gets a request and its number; what it raises is the answer. `lost` gets a client that was
     welcome and is gone. `caught_up` gets one that has missed folded messages and reads again.
@@ -176,7 +175,7 @@ class ClientConnection:
 
     @property
     def record(self) -> wire.ClientRecord:
-        """Who it is. Only once it is authenticated."""
+        """The client's identity. Only once it is authenticated."""
         known = self.introduced
         assert known is not None  # noqa: S101 - all who ask have one that was welcome
         return wire.ClientRecord(
@@ -187,7 +186,7 @@ class ClientConnection:
             since=self.since,
         )
 
-    def is_of_the_process_of(self, other: ClientConnection) -> bool:
+    def same_process_as(self, other: ClientConnection) -> bool:
         """Whether one process has both connections. Only once both are authenticated."""
         one, another = self.record, other.record
         return (one.pid, one.node) == (another.pid, another.node)
@@ -405,7 +404,6 @@ class Connections:
         hub.after_turn.append(self._finish_turn)
 
     def __iter__(self) -> Iterator[ClientConnection]:
-        """Iterate over the clients that are authenticated."""
         return iter([each for each in self._clients if each.introduced is not None and not each.closed])
 
     def listen(self, path: Path) -> None:

@@ -23,32 +23,15 @@ from nblaunch.capture.shared_memory import hold
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import JobState
+from nblaunch.group.lifecycle import JobState, Replied
 from nblaunch.host.hub import Hub
-from nblaunch.protocol.client import (
-    ClientRecord,
-    ErrorRecord,
-    JobEnd,
-    JobEnded,
-    JobOrder,
-    JobRecord,
-    JobRefreshed,
-    JobSnapshot,
-    PayloadKept,
-    Question,
-    RankLogFiles,
-)
-from nblaunch.protocol.messages import (
-    Answer,
-    Asked,
-    Dispatch,
-    Payload,
-    Prepare,
-)
-from nblaunch.protocol.state import Message, RankState, RunState, decode_state, encode_state
+from nblaunch.host.settings import AgentSettings
+from nblaunch.protocol import client as wire
+from nblaunch.protocol import messages
+from nblaunch.protocol.messages import encode
+from nblaunch.protocol.state import Message, RankState, RunState, decode_state
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.metrics_file import MetricsFile
-from nblaunch.runtime.worker_groups import own_directory
 
 # A job that is over by then is not measured.
 _YOUNG_SECONDS = 0.1
@@ -62,9 +45,9 @@ class RunningJob(Job):
 
     def __init__(
         self,
-        order: JobOrder,
+        order: wire.JobOrder,
         owner: ClientConnection,
-        given_by: ClientRecord,
+        given_by: wire.ClientRecord,
         directory: Callable[[], Path],
         tenure: int = 0,
     ) -> None:
@@ -81,7 +64,7 @@ class RunningJob(Job):
                 decode_state(order.state),
                 internal=order.internal,
                 # Nobody would see a hang of a job that the user does not see.
-                ending=Ending.of(
+                ending=Ending.begin(
                     options.timeout, None if order.internal else options.hang_after, self._began
                 ),
             ),
@@ -97,10 +80,10 @@ class RunningJob(Job):
         self.results = Counter([given_by.pid])
         """By process, how many results refer to it, or will."""
         self._takers: set[ClientConnection] = set()
-        """Those that have been told of its end, and may map the values."""
+        """Clients that know of its end, and may map the values."""
         self._values_released = False
         self.started = time.time()
-        self.end: JobEnd | None = None
+        self.end: wire.JobEnd | None = None
         self._ended_at: float | None = None
         self.private_logs: Path | None = None
         """The directory of its logs, if it has one of its own."""
@@ -109,7 +92,7 @@ class RunningJob(Job):
         self.when_over: list[Callable[[], None]] = []
         """Called once it has ended."""
         self.ended_with = ""
-        """What ends it besides itself: another client stops the session."""
+        """Why it is ended from outside: another client stops the session."""
         self.let_go: Callable[[], None] = lambda: None
         """Called once no result refers to it."""
         self._measured_by: WorkerGroup | None = None
@@ -121,10 +104,10 @@ class RunningJob(Job):
         self.listeners += [self._publish] if self._file is None else [self._publish, self._file.take]
 
     def _held(
-        self, order: JobOrder, directory: Callable[[], Path], tenure: int
-    ) -> dict[int | None, Dispatch]:
-        held: dict[Payload, Payload] = {}
-        dispatches: dict[int | None, Dispatch] = {}
+        self, order: wire.JobOrder, directory: Callable[[], Path], tenure: int
+    ) -> dict[int | None, messages.Dispatch]:
+        held: dict[messages.Payload, messages.Payload] = {}
+        dispatches: dict[int | None, messages.Dispatch] = {}
         try:
             for ranks, dispatch in order.dispatches:
                 payload = dispatch.payload
@@ -143,8 +126,7 @@ class RunningJob(Job):
 
     # --- its course ----------------------------------------------------------------------------------
 
-    def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
-        """Submit the job to a group, unless it was interrupted before."""
+    def begin(self, hub: Hub, group: WorkerGroup, prepare: messages.Prepare) -> None:
         self.group, self._hub = group, hub
         hub.after_turn.append(self._due)
         if self._interrupted:
@@ -198,7 +180,7 @@ class RunningJob(Job):
         if self._file is None:
             self._conclude()
         else:
-            # The result comes when the file has all: who waits for the one reads the other.
+            # Finish the file first: users read it as soon as the result is there.
             file, hub = self._file, self._hub
             self._file_due = time.monotonic() + _FILE_SECONDS
             file.close(lambda: hub.call(lambda: self._file_is_whole(file.problem)))
@@ -212,13 +194,13 @@ class RunningJob(Job):
         group, error, early = self.group, self.error, self.known.ending.early
         if self.ended_with:
             error, early = LaunchError(self.ended_with, phase="job", kind=FailureKind.SESSION_ENDED), None
-        self.end = JobEnd(
-            error=None if error is None else ErrorRecord.of(error),
+        self.end = wire.JobEnd(
+            error=None if error is None else wire.ErrorRecord.of(error),
             launch_failure=self.known.launch_failure,
             interrupted=self.known.ending.interrupted,
             early=early,
             logs={attempt: tuple(ranks.values()) for attempt, ranks in self.logs.items()},
-            log_dir="" if group is None else str(own_directory(self, group.settings) or ""),
+            log_dir="" if group is None else self._own_directory(group.settings),
             backend="" if group is None else group.backend,
         )
         self._ended_at = time.time()
@@ -230,22 +212,29 @@ class RunningJob(Job):
         for connection in self.watchers:
             if connection.behind:
                 connection.event(self.refreshed(connection))
-            connection.last_event(JobEnded(job=self.number, end=self.end))
+            connection.last_event(wire.JobEnded(job=self.number, end=self.end))
         self._takers, self.watchers = self.watchers, set()
         for act in self.when_over:
             act()
 
-    def let_values_go(self) -> None:
-        """Close what the ranks have returned: whoever watches the job now gets no values."""
+    def _own_directory(self, settings: AgentSettings) -> str:
+        """Return the directory of the run's logs: below it are attempts, below those ranks and files."""
+        if settings.options.logs_specs is not None:
+            return str(settings.log_dir)  # what is where below it only the user's class knows
+        files = next((each for ranks in self.logs.values() for each in ranks.values()), None)
+        return "" if files is None else str(Path(files.stdout).parents[2])
+
+    def drop_values(self) -> None:
+        """Close the returned values: clients that watch the job from now on get none."""
         self._values_released = True
         self.release_values()
 
     def taken_by(self, connection: ClientConnection) -> None:
-        """Know that a client has mapped the values; the last one that was told of them releases them."""
+        """Note that a client has mapped the values; once all clients have, they are released."""
         if connection in self._takers:
             self._takers.discard(connection)
             if not self._takers:
-                self.let_values_go()
+                self.drop_values()
 
     # --- those who watch -----------------------------------------------------------------------------
 
@@ -254,41 +243,36 @@ class RunningJob(Job):
             connection.folded(self.number, raw)
 
     def payload_kept(self) -> None:
-        """Tell those who watch that all ranks have what the job brings."""
         for connection in self.watchers:
-            connection.event(PayloadKept(job=self.number))
+            connection.event(wire.PayloadKept(job=self.number))
 
-    def asked(self, message: Asked) -> None:
+    def asked(self, message: messages.Asked) -> None:
         """Ask the owner, where it watches; later it finds the question in its snapshot."""
         there = [each for each in self.watchers if self.is_of(each)]
         if there:
             chosen = self.owner if self.owner in there else there[0]
-            chosen.event(Question(job=self.number, asked=message))
+            chosen.event(wire.Question(job=self.number, asked=message))
 
     def is_of(self, connection: ClientConnection) -> bool:
         """Whether this client's user may interrupt the job, and answers its questions."""
-        return self.owner is not None and self.owner.is_of_the_process_of(connection)
+        return self.owner is not None and self.owner.same_process_as(connection)
 
-    def questions_for(self, connection: ClientConnection) -> tuple[Asked, ...]:
-        """Return the open questions, where this client is to ask them."""
+    def questions_for(self, connection: ClientConnection) -> tuple[messages.Asked, ...]:
         return self.known.questions if self.is_of(connection) else ()
 
-    def reply(self, rank: int, answer: Answer) -> None:
-        """Send a rank what the user has typed."""
+    def reply(self, rank: int, answer: messages.Answer) -> None:
         if self.group is not None:
-            self.group.answer(rank, answer)
+            self.group.post(Replied(rank, answer))
 
     def leave(self, connection: ClientConnection) -> None:
-        """Send this connection nothing more."""
         self.watchers.discard(connection)
         self.taken_by(connection)
         if self.owner is connection:
             self.owner = None
 
     @property
-    def record(self) -> JobRecord:
-        """The job, for a list of jobs."""
-        return JobRecord(
+    def record(self) -> wire.JobRecord:
+        return wire.JobRecord(
             number=self.number,
             title=self.order.title,
             state=self.state.summary.value,
@@ -297,8 +281,7 @@ class RunningJob(Job):
             given_by=self.given_by.name,
         )
 
-    def snapshot(self, connection: ClientConnection) -> JobSnapshot:
-        """Return all that this client needs to follow the job from here."""
+    def snapshot(self, connection: ClientConnection) -> wire.JobSnapshot:
         state = self.state
         if self._values_released:
             state = without_values(
@@ -306,32 +289,31 @@ class RunningJob(Job):
             )
         elif self.end is not None:
             self._takers.add(connection)
-        return JobSnapshot(
+        return wire.JobSnapshot(
             job=self.record,
-            state=encode_state(state),
+            state=encode(state),
             options=self.order.options,
             questions=self.questions_for(connection),
             end=self.end,
             logs={} if self.end is not None else self._log_files(),
         )
 
-    def refreshed(self, connection: ClientConnection) -> JobRefreshed:
-        """Return what a client needs that has missed what was folded."""
-        return JobRefreshed(
+    def refreshed(self, connection: ClientConnection) -> wire.JobRefreshed:
+        return wire.JobRefreshed(
             job=self.number,
-            state=encode_state(self.state),
+            state=encode(self.state),
             questions=self.questions_for(connection),
             logs=self._log_files(),
         )
 
-    def _log_files(self) -> dict[int, tuple[RankLogFiles, ...]]:
+    def _log_files(self) -> dict[int, tuple[wire.RankLogFiles, ...]]:
         if self.end is not None:
             return self.end.logs
-        return {} if self.group is None else self.group.logs_so_far(self)
+        return {} if self.group is None else self.group.logs.so_far(self.logs)
 
 
 def without_values(state: RunState, why: str) -> RunState:
-    """Return a state whose values are gone; those that are part of the state are there."""
+    """Return a state without its values, except for inline ones."""
     return replace(state, ranks={rank: _without_value(each, why) for rank, each in state.ranks.items()})
 
 

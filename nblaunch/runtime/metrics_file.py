@@ -34,7 +34,6 @@ class MetricsFile:
         """Why the file does not have all; empty if it has."""
 
     def take(self, message: Message, _raw: bytes) -> None:
-        """Write a batch; other messages change nothing."""
         if isinstance(message, Logged):
             self._waiting.put(message)
             if self._thread is None:

@@ -48,7 +48,7 @@ def place(request: OpenRanks, local: LocalRuntime) -> PlacedRanks:
     if rdzv is not None:
         local.wait_until_left(lambda group: _leaves(group, rdzv))
         rendezvous.refuse_taken(rdzv)
-        added = rendezvous.network_variables(rdzv, environ)
+        added = rendezvous.network_variables(rdzv.local_addr, environ)
     placement = place_ranks(
         options.nproc_per_node,
         options.backend,

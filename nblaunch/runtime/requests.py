@@ -1,7 +1,7 @@
-"""What a runtime does for its clients: one method for each request.
+"""The requests of clients: one method for each.
 
 A method runs on the hub's thread and returns the answer, None for a request that has none, or, where it would
-have to wait, a function that returns the answer on a thread of a pool.
+have to wait, a function that returns the answer on a thread of a pool; its None is `Done`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.host.forkserver import try_fork
 from nblaunch.protocol import client as wire
+from nblaunch.protocol.messages import Noticed
 from nblaunch.protocol.reports import session_ended
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
@@ -44,7 +45,7 @@ _QUERY_ENDS_SECONDS = 5.0
 # Nodes that are lost together show within seconds; the ranks that are left then form a group.
 _REGROUP_SECONDS = 5.0
 
-_Served: TypeAlias = wire.AnswerToClient | Callable[[], wire.AnswerToClient] | None
+_Served: TypeAlias = wire.AnswerToClient | Callable[[], wire.AnswerToClient | None] | None
 
 
 class RequestHandler:
@@ -59,7 +60,7 @@ class RequestHandler:
         self.stopping = False
         """Whether a client has stopped the runtime."""
         self.unused = False
-        """Whether it ends because nobody has needed it for long enough: it takes no client any more."""
+        """Whether it ends because it was unused for long enough: it accepts no client any more."""
         self._registration = registration
         self.changed = threading.Event()
         """Set when a client goes, a job of a detached session ends, or the runtime is stopped."""
@@ -71,7 +72,7 @@ class RequestHandler:
         self._ended: list[RuntimeSession] = []
         """Sessions that are over, and to whose logs results refer."""
         self.jobs: dict[int, RunningJob] = {}
-        self._early: dict[int, bool] = {}
+        self._waiting_jobs: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
         self.connections: Connections
         """The connections of its clients; set once this object exists, because they call its methods."""
@@ -137,11 +138,11 @@ class RequestHandler:
             raise LaunchError(msg, phase="runtime", kind=FailureKind.PROCESS_LIMIT) from error
 
     def _wait_for(
-        self, served: Callable[[], wire.AnswerToClient], connection: ClientConnection, number: int
+        self, served: Callable[[], wire.AnswerToClient | None], connection: ClientConnection, number: int
     ) -> None:
         """Answer a request once that is possible; on a thread of the pool."""
         try:
-            answer = served()
+            answer = served() or wire.Done()
         except Exception as error:  # noqa: BLE001 - the client raises it
             if not isinstance(error, NblaunchError):
                 _log.exception("a request could not be carried out")
@@ -149,7 +150,6 @@ class RequestHandler:
         self._hub.call(functools.partial(connection.answer, number, answer))
 
     def note(self, note: wire.ClientNote) -> None:
-        """Let go what a finalizer of a client has released."""
         if isinstance(note, wire.ReleaseJob):
             self._results_gone(note.job, note.pid, 1)
         elif self._fresh.pop(note.session, None) is not None:
@@ -159,7 +159,6 @@ class RequestHandler:
             self._over(session)
 
     def welcome(self, connection: ClientConnection, _: wire.Introduce) -> wire.RuntimeWelcome:
-        """Answer an introduction; the owner, who comes first, gets the token for further connections."""
         self._refuse_if_unused()
         owner, self._owned = not self._owned, True
         return wire.RuntimeWelcome(
@@ -169,13 +168,11 @@ class RequestHandler:
         )
 
     def listen(self) -> None:
-        """Bind the clients' sockets, in a directory that is made again if it is gone."""
         root = self._local.directory.root()
         self.connections.listen(root / "client")
         self.connections.listen_for_notes(root / "notes")
 
     def listen_if_gone(self) -> None:
-        """Bind them again where a cleaner of temporary directories has removed them."""
         with contextlib.suppress(OSError, NblaunchError):  # there is no room now; it is tried again
             root = self._local.directory.root()
             if not all((root / name).exists() for name in ("client", "notes")):
@@ -196,7 +193,6 @@ class RequestHandler:
         self.changed.set()
 
     def caught_up(self, connection: ClientConnection) -> None:
-        """Send the present state of its jobs to a client that was behind."""
         for job in self.jobs.values():
             if connection in job.watchers:
                 connection.event(job.refreshed(connection))
@@ -225,7 +221,7 @@ class RequestHandler:
 
     def _notifier(self, connection: ClientConnection) -> Callable[[str], None]:
         def notify(text: str) -> None:
-            self._hub.call(lambda: connection.event(wire.UserNotice(text=text)))
+            self._hub.call(lambda: connection.event(Noticed(text=text)))
 
         return notify
 
@@ -265,15 +261,15 @@ class RequestHandler:
         if fresh is not None:
             return self._run_fresh(connection, request.order, fresh)
         session = self._session(request.session)
-        session.refuse_if_of_other_versions(connection)
+        session.refuse_other_versions(connection)
         if not request.order.query:
-            session.refuse_if_held_against(connection)
+            session.refuse_unless_owner(connection)
             session.take_jobs_of(connection)
         # Clients do not know of jobs that only query a rank.
         query = session.running if session.running is not None and session.running.order.query else None
-        if query is None and not session.group.regroups:
+        if query is None and not session.group.life.regroup_awaited:
             return self._begin(session, connection, request)
-        self._early[request.order.number] = False
+        self._waiting_jobs[request.order.number] = False
         return functools.partial(self._submit_after, query, session, connection, request)
 
     def _submit_after(
@@ -291,7 +287,7 @@ class RequestHandler:
             self._hub.call(query.interrupt)
             query.ended.wait(_QUERY_ENDS_SECONDS)
         deadline = time.monotonic() + _REGROUP_SECONDS
-        while session.group.regroups and time.monotonic() < deadline:
+        while session.group.life.regroup_awaited and time.monotonic() < deadline:
             if session.group.closed.wait(0.01):
                 break
         answers: list[wire.AnswerToClient] = []
@@ -301,10 +297,10 @@ class RequestHandler:
     def _begin_late(
         self, session: RuntimeSession, connection: ClientConnection, request: wire.SubmitJob
     ) -> wire.AnswerToClient:
-        interrupted = self._early.pop(request.order.number, False)
+        interrupted = self._waiting_jobs.pop(request.order.number, False)
         if not request.order.query:
             # While it waited, another process may have taken the session.
-            session.refuse_if_held_against(connection)
+            session.refuse_unless_owner(connection)
         answer = self._begin(session, connection, request)
         job = self.jobs.get(request.order.number)
         if interrupted and job is not None:
@@ -349,8 +345,8 @@ class RequestHandler:
 
     def _interrupt_job(self, connection: ClientConnection, request: wire.InterruptJob) -> _Served:
         job = self.jobs.get(request.job)
-        if request.job in self._early:
-            self._early[request.job] = True
+        if request.job in self._waiting_jobs:
+            self._waiting_jobs[request.job] = True
         # One that has lost the session may not know that yet.
         if job is not None and job.is_of(connection):
             job.interrupt()
@@ -358,7 +354,7 @@ class RequestHandler:
 
     def _interrupt_session(self, connection: ClientConnection, request: wire.InterruptSession) -> _Served:
         session = self._session(request.session)
-        session.refuse_if_held_against(connection)
+        session.refuse_unless_owner(connection)
         session.interrupt()
         return wire.Done()
 
@@ -373,7 +369,6 @@ class RequestHandler:
         events = job.events if job is not None else self._events.get(request.job)
         if events is None:
             raise NblaunchError(_unknown(request.job))
-
         return lambda: wire.JobEvents(events=events.all())
 
     def _late_of(self, _: ClientConnection, request: wire.LateOf) -> _Served:
@@ -390,7 +385,7 @@ class RequestHandler:
             job.taken_by(connection)
         for session in self.sessions.values():
             # Those that watch map them too: the owner may not have them yet.
-            if session.held_against(connection) is None:
+            if session.other_owner(connection) is None:
                 session.archive.taken(request.job)
         return None
 
@@ -412,7 +407,7 @@ class RequestHandler:
         job = self.jobs.pop(number, None)
         if job is None:
             return
-        job.let_values_go()
+        job.drop_values()
         if not job.order.internal:
             self._events[number] = job.events
             while len(self._events) > _RELEASED_EVENTS:
@@ -483,7 +478,7 @@ class RequestHandler:
             return wire.Done()
         self._closing += 1
 
-        def close() -> wire.AnswerToClient:
+        def close() -> None:
             try:
                 session.close()
             finally:
@@ -492,7 +487,6 @@ class RequestHandler:
             if session.detached:
                 # It was all that this runtime was for.
                 self._stop()
-            return wire.Done()
 
         return close
 
@@ -508,13 +502,9 @@ class RequestHandler:
 
     def _restart(self, connection: ClientConnection, request: wire.RestartSession) -> _Served:
         session = self._session(request.session)
-        session.refuse_if_held_against(connection)
+        session.refuse_unless_owner(connection)
 
-        def restart() -> wire.AnswerToClient:
-            session.restart()
-            return wire.Done()
-
-        return restart
+        return session.restart
 
     def _stacks_of(self, _: ClientConnection, request: wire.StacksOf) -> _Served:
         session = self._session(request.session)
@@ -530,7 +520,7 @@ class RequestHandler:
     def _attach(self, connection: ClientConnection, request: wire.AttachSession) -> _Served:
         session = self._session(request.session)
         session.follow(connection, take=request.take)
-        other = session.held_against(connection)
+        other = session.other_owner(connection)
         held_by = None if other is None else other.record
 
         def attached() -> wire.AnswerToClient:
@@ -551,7 +541,7 @@ class RequestHandler:
         self.changed.set()
 
     def linger_left(self) -> float | None:
-        """Return in how many seconds this runtime ends by itself; None if nobody waits for that.
+        """Return in how many seconds this runtime ends by itself, or None if it does not.
 
         Nobody would find one whose owner has gone before it opened a session that outlives it.
         """
@@ -563,7 +553,6 @@ class RequestHandler:
         return max(known) if known and len(known) == len(left) else None
 
     def end_if_unused(self) -> None:
-        """Take no client any more, unless one has come."""
         left = self.linger_left()
         self.unused = left is not None and left <= 0
 
@@ -584,10 +573,9 @@ class RequestHandler:
         return wire.Done()
 
     def _stop_all(self, _: ClientConnection, __: wire.Stop) -> _Served:
-        def stop() -> wire.AnswerToClient:
+        def stop() -> None:
             self.close()
             self._stop()
-            return wire.Done()
 
         return stop
 

@@ -123,7 +123,7 @@ def serve(link: socket.socket, root: Path, server: Server) -> None:
 
 
 def _until_stopped(hub: Hub, requests: RequestHandler, registration: Registration) -> None:
-    """Wait until a client stops the runtime, or until nobody has needed it for long enough.
+    """Wait until a client stops the runtime, or until it was unused for long enough.
 
     Raises what has ended the hub: no client is served any more, so the process must end, at once.
     """

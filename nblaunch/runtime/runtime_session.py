@@ -21,20 +21,7 @@ from nblaunch.group.machine import RestartAsked
 from nblaunch.group.standby import GroupAndLogs
 from nblaunch.host.hub import Hub
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import (
-    JobRecord,
-    NamesChanged,
-    OpenRanks,
-    OwnerChanged,
-    Placement,
-    RankLogFiles,
-    RanksRenumbered,
-    RanksReplaced,
-    RankStatus,
-    RuntimeEvent,
-    SessionEnded,
-    SessionRecord,
-)
+from nblaunch.protocol import client as wire
 from nblaunch.protocol.messages import Names, Prepare
 from nblaunch.protocol.reports import session_busy, session_ended
 from nblaunch.protocol.state import RankState, State
@@ -50,13 +37,13 @@ class RuntimeSession:
     """Persistent ranks; one job at a time."""
 
     def __init__(
-        self, opened: OpenRanks, kept: PersistentRanks, owner: ClientConnection, archive: Archive
+        self, opened: wire.OpenRanks, kept: PersistentRanks, owner: ClientConnection, archive: Archive
     ) -> None:
         """Follow the ranks, which are not started yet."""
         self.key = opened.session
         self.name = opened.name
         self.options: LaunchOptions = opened.options
-        self.placement: Placement = kept.place.placement
+        self.placement: wire.Placement = kept.place.placement
         self.prepare: Prepare = kept.place.prepare
         self.detached = opened.detached
         self.linger = opened.options.linger
@@ -78,8 +65,8 @@ class RuntimeSession:
         """The jobs that the user submitted, and that have ended."""
         self.unreleased: set[int] = set()
         """Jobs to which a result refers, and so to the logs of these ranks."""
-        self._logs: dict[int, Mapping[int, Mapping[int, RankLogFiles]]] = {}
-        """Those of the ended jobs that somebody may come back to, the oldest first."""
+        self._logs: dict[int, Mapping[int, Mapping[int, wire.RankLogFiles]]] = {}
+        """Logs of finished jobs that can still be opened, oldest first."""
         archive.forgotten = self._forgotten
         self.started = time.time()
         self._restarted = False
@@ -87,17 +74,15 @@ class RuntimeSession:
 
     @property
     def open(self) -> bool:
-        """Whether there are ranks, or will be."""
         return not self.group.closed.is_set()
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; before the nodes have come, the least number."""
         return self.group.state.world_size
 
     @property
     def grace(self) -> float:
-        """How long the running job has after an interrupt; without one, the ranks themselves; in seconds."""
+        """The grace period of the running job, or of the ranks without one, in seconds."""
         running = self.running
         return max(self.options.grace, 0.0 if running is None else running.order.options.grace)
 
@@ -111,7 +96,6 @@ class RuntimeSession:
     # --- jobs ----------------------------------------------------------------------------------------
 
     def refuse_if_busy(self) -> None:
-        """Raise for a session that cannot take a job now."""
         if not self.open:
             raise LaunchError(
                 session_ended(self.name, self.group.why_closed), phase="job", kind=FailureKind.SESSION_ENDED
@@ -134,14 +118,14 @@ class RuntimeSession:
         self._forgotten(number)
 
     def _forgotten(self, number: int) -> None:
-        """Give back the room of logs to which nobody comes back."""
+        """Free the space of logs that cannot be opened any more."""
         if number in self.unreleased or self._logs.pop(number, None) is None:
             return
-        running: Mapping[int, Mapping[int, RankLogFiles]] = {}
+        running: Mapping[int, Mapping[int, wire.RankLogFiles]] = {}
         if self.running is not None:
             running = self.running.logs
         # Those of a job that no rank has begun are empty.
-        self.group.free_logs(next(filter(None, (*self._logs.values(), running)), {}))
+        self.group.logs.free_before(next(filter(None, (*self._logs.values(), running)), {}))
 
     def _over(self, job: RunningJob, jobs: dict[int, RunningJob]) -> None:
         if not job.order.internal:
@@ -166,7 +150,6 @@ class RuntimeSession:
         return self.detached and (mine or self.archive.get(number) is not None)
 
     def interrupt(self) -> None:
-        """Interrupt the job that is running, as the stop button does; the variables stay."""
         running = self.running
         if running is not None:
             running.interrupt(sparing=True)
@@ -174,7 +157,6 @@ class RuntimeSession:
     # --- the ranks; on a thread that may wait ----------------------------------------------------------
 
     def restart(self) -> None:
-        """Replace all ranks by new ones, without variables."""
         if not self.open:
             raise LaunchError(session_ended(self.name), phase="job", kind=FailureKind.SESSION_ENDED)
         before = self.group.attempt
@@ -202,7 +184,7 @@ class RuntimeSession:
         self.archive.flush()
         self._leave_nodes()
 
-    def record(self) -> SessionRecord:
+    def record(self) -> wire.SessionRecord:
         """Return what each rank is doing, and the memory that is its own."""
         running, owner = self.running, self.owner
         shown = None if running is None or running.order.internal else running
@@ -213,7 +195,7 @@ class RuntimeSession:
         asks = {rank: f"asks {prompt!r:.60}" for rank, prompt in prompts.items()}
         doing = running.state.doing if running is not None and running.end is None else ""
         members = sorted(self.group.state.ranks.items())
-        return SessionRecord(
+        return wire.SessionRecord(
             name=self.name,
             # If an engine places the nodes, the placement is provisional.
             world_size=len(members) or self.placement.nproc,
@@ -226,7 +208,7 @@ class RuntimeSession:
             running_since=None if shown is None else shown.started,
             session=self.key,
             ranks=tuple(
-                RankStatus(
+                wire.RankStatus(
                     rank=rank,
                     state=self._word(known.node, ranks.get(rank)),
                     pid=known.pid,
@@ -240,7 +222,7 @@ class RuntimeSession:
                 for rank, known in members
             ),
             started=self.started,
-            engine=self.group.engine,
+            engine=self.group.life.engine,
             grace=self.grace,
         )
 
@@ -251,12 +233,11 @@ class RuntimeSession:
     def _word(self, node: str, job: RankState | None) -> str:
         if not self.open:
             return "gone"
-        if not node or not self.group.ready:
+        if not node or not self.group.life.all_ready:
             return "starting"
         return "running" if job is not None and job.state is State.RUNNING else "idle"
 
-    def job_records(self) -> tuple[JobRecord, ...]:
-        """Return the jobs that the user submitted, the oldest first."""
+    def job_records(self) -> tuple[wire.JobRecord, ...]:
         running = self.running
         now = () if running is None or running.order.internal else (running.record,)
         return (*self.archive.records, *now)
@@ -264,48 +245,43 @@ class RuntimeSession:
     # --- what the group reports ------------------------------------------------------------------------
 
     def names_changed(self, names: Names) -> None:
-        """Send on which variables a rank has."""
-        event = NamesChanged(session=self.key, names=names)
+        event = wire.NamesChanged(session=self.key, names=names)
         # Which objects a rank has lost is of use to the process alone that has sent them.
-        brief = NamesChanged(session=self.key, names=msgspec.structs.replace(names, lost=()))
+        brief = wire.NamesChanged(session=self.key, names=msgspec.structs.replace(names, lost=()))
         for connection in self.followers:
-            connection.names(event if self.held_against(connection) is None else brief)
+            connection.names(event if self.other_owner(connection) is None else brief)
 
     def ranks_replaced(self, attempt: int) -> None:
-        """Send on that the ranks are others."""
         size, backend = self.group.state.world_size, self.group.backend
         self.placement = replace(self.placement, nproc=size, backend=backend or self.placement.backend)
-        self._tell(RanksReplaced(session=self.key, attempt=attempt, world_size=size, backend=backend))
+        self._tell(wire.RanksReplaced(session=self.key, attempt=attempt, world_size=size, backend=backend))
 
     def ranks_renumbered(self, attempt: int, kept: Mapping[int, int]) -> None:
-        """Report to the client that ranks go on, perhaps with new numbers."""
         size = self.group.state.world_size
         self.placement = replace(self.placement, nproc=size)
-        self._tell(RanksRenumbered(session=self.key, attempt=attempt, world_size=size, kept=dict(kept)))
+        self._tell(wire.RanksRenumbered(session=self.key, attempt=attempt, world_size=size, kept=dict(kept)))
 
     def group_closed(self) -> None:
-        """Send on that the ranks are gone."""
-        self._tell(SessionEnded(session=self.key, why=self.group.why_closed))
+        self._tell(wire.SessionEnded(session=self.key, why=self.group.why_closed))
 
-    def _tell(self, event: RuntimeEvent) -> None:
+    def _tell(self, event: wire.RuntimeEvent) -> None:
         for connection in self.followers:
             connection.event(event)
 
     # --- its clients -----------------------------------------------------------------------------------
 
-    def held_against(self, connection: ClientConnection) -> ClientConnection | None:
+    def other_owner(self, connection: ClientConnection) -> ClientConnection | None:
         """Return the owner, if it is another process than that of `connection`."""
         owner = self.owner
-        return None if owner is None or owner.is_of_the_process_of(connection) else owner
+        return None if owner is None or owner.same_process_as(connection) else owner
 
-    def refuse_if_held_against(self, connection: ClientConnection) -> None:
-        """Raise the error for a client that is not the owner."""
-        self.refuse_if_of_other_versions(connection)
-        other = self.held_against(connection)
+    def refuse_unless_owner(self, connection: ClientConnection) -> None:
+        self.refuse_other_versions(connection)
+        other = self.other_owner(connection)
         if other is not None:
             raise NblaunchError(held_by(self.name, other.record), kind=FailureKind.SESSION_TAKEN)
 
-    def refuse_if_of_other_versions(self, connection: ClientConnection) -> None:
+    def refuse_other_versions(self, connection: ClientConnection) -> None:
         """Raise for a client whose pickles these ranks cannot read."""
         if why := connection.why_it_only_watches(self.name):
             raise NblaunchError(why, kind=FailureKind.OTHER_VERSION)
@@ -313,22 +289,22 @@ class RuntimeSession:
     def follow(self, connection: ClientConnection, *, take: bool) -> None:
         """Report to this client; make it the owner, unless another one is and it does not `take`."""
         if take:
-            self.refuse_if_of_other_versions(connection)
+            self.refuse_other_versions(connection)
         self.followers.add(connection)
         if connection.why_it_only_watches(self.name):
             return
-        if take or self.held_against(connection) is None:
+        if take or self.other_owner(connection) is None:
             self.take_jobs_of(connection)
 
     def take_jobs_of(self, connection: ClientConnection) -> None:
-        """Take jobs from this client, which also answers the questions of the ranks, and nobody else."""
+        """Make this client the owner: it alone submits jobs and answers the questions of the ranks."""
         before, self.owner = self.owner, connection
         job = self.running
         if job is not None and not job.order.query and not job.is_of(connection):
             job.owner = connection
-        if before is None or not before.is_of_the_process_of(connection):
+        if before is None or not before.same_process_as(connection):
             self.tenure += before is not None
-            self._tell(OwnerChanged(session=self.key, by=connection.record))
+            self._tell(wire.OwnerChanged(session=self.key, by=connection.record))
 
     def leave(self, connection: ClientConnection) -> None:
         """Send a connection nothing more; if it was the owner, another one of its process is."""
@@ -337,13 +313,13 @@ class RuntimeSession:
             self._idle_since = time.monotonic()
         if self.owner is not connection:
             return
-        other = next((each for each in self.followers if each.is_of_the_process_of(connection)), None)
+        other = next((each for each in self.followers if each.same_process_as(connection)), None)
         if other is not None:
             self.take_jobs_of(other)
         else:
             self.owner = None
             self.tenure += 1
-            self._tell(OwnerChanged(session=self.key))
+            self._tell(wire.OwnerChanged(session=self.key))
 
 
 def _waiting(known: RankState | None) -> str:

@@ -15,7 +15,6 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.group.group import MakeHosts, WorkerGroup
-from nblaunch.group.job import Job
 from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
 from nblaunch.host import descriptors, rendezvous
@@ -50,7 +49,6 @@ class HeldNodes:
         self._over = False
 
     def fit(self, options: LaunchOptions) -> bool:
-        """Whether a group with these options would ask for the same nodes."""
         return self._wanted == _nodes_wanted(options) and not self._over
 
     def learn(self, order: JobOrder) -> None:
@@ -85,7 +83,6 @@ class HeldNodes:
             self.close()
 
     def close(self) -> None:
-        """End the nodes, whoever uses them."""
         with self._ending:
             self._over = True
             self.fleet.close()
@@ -168,7 +165,6 @@ class FreshRanks:
         return made
 
     def used(self) -> None:
-        """Record that the run is over: the next standby group may be prepared."""
         if self._taken:
             shape = self._shape if self._request.standby else None
             self._local.standby.used(shape, functools.partial(_ahead, self._local))
@@ -340,13 +336,3 @@ def _ahead(local: LocalRuntime, shape: AgentSettings) -> GroupAndLogs:
     )
     made.group.start()
     return made
-
-
-def own_directory(job: Job, settings: AgentSettings) -> Path | None:
-    """Return this run's directory: below it are attempts, below those ranks, below those files."""
-    if settings.options.logs_specs is not None:
-        return settings.log_dir  # what is where below it only the user's class knows
-    for ranks in job.logs.values():
-        for each in ranks.values():
-            return Path(each.stdout).parents[2]
-    return None

@@ -28,13 +28,12 @@ _OF_THE_PROCESS = {
     "request": "Ask it in a fixture, which runs in pytest's process, and return what the test needs.",
     "recwarn": "Use pytest.warns in the test.",
     "tmp_path_factory": "Make the directory in a fixture, or use tmp_path: a path can be sent.",
-    "pytestconfig": "Read what the test needs in a fixture.",
-    "cache": "Read what the test needs in a fixture.",
-    "pytester": "Start pytest in a test without the mark.",
-    "testdir": "Start pytest in a test without the mark.",
-    "record_property": "Record it in a test without the mark.",
-    "record_testsuite_property": "Record it in a test without the mark.",
-    "record_xml_attribute": "Record it in a test without the mark.",
+    **dict.fromkeys(("pytestconfig", "cache"), "Read what the test needs in a fixture."),
+    **dict.fromkeys(("pytester", "testdir"), "Start pytest in a test without the mark."),
+    **dict.fromkeys(
+        ("record_property", "record_testsuite_property", "record_xml_attribute"),
+        "Record it in a test without the mark.",
+    ),
     "subtests": "Use parametrize.",
 }
 """Fixtures that mean pytest's own process, and what to do instead."""

@@ -85,7 +85,6 @@ class _Pytest:
 
 @functools.cache
 def _known() -> list[_Pytest]:
-    """Return where this rank keeps its pytest."""
     return []
 
 
@@ -109,17 +108,8 @@ def _bare_config(verbosity: int) -> Any:
     os.environ[lacking] = "1"
     try:
         verbose = ["-v"] * verbosity + ["-q"] * -verbosity
-        bare = [
-            "-c",
-            os.devnull,
-            "--rootdir",
-            str(Path.cwd()),
-            "--noconftest",
-            "-p",
-            "no:cacheprovider",
-            "-s",
-        ]
-        return _prepareconfig([*bare, *verbose])
+        bare = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", "-s"]
+        return _prepareconfig([*bare, "--rootdir", str(Path.cwd()), *verbose])
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -131,7 +121,9 @@ class _FinderOfTests(importlib.abc.MetaPathFinder):
     def __init__(self, surroundings: Surroundings, rewriting: Any) -> None:
         self._files, self._rewritten = surroundings.files, surroundings.rewritten
         self._parents = {
-            ".".join(parts[:end]) for parts in map(_parts, self._files) for end in range(1, len(parts))
+            ".".join(parts[:end])
+            for parts in (name.split(".") for name in self._files)
+            for end in range(1, len(parts))
         }
         self._rewriting = rewriting
 
@@ -156,12 +148,7 @@ class _FinderOfTests(importlib.abc.MetaPathFinder):
         return found or importlib.machinery.ModuleSpec(fullname, None, is_package=True)
 
 
-def _parts(name: str) -> list[str]:
-    return name.split(".")
-
-
 def call(target: Target, /, **fixtures: Any) -> None:
-    """Call a test; whatever it raises goes on, with what pytest says about it."""
     (pytest_here,) = _known()
     os.environ["PYTEST_CURRENT_TEST"] = f"{target.nodeid} (call)"
     try:

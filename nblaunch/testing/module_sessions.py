@@ -27,10 +27,7 @@ _SESSIONS = pytest.StashKey[dict[LaunchOptions, tuple[LiveSession, int]]]()
 
 
 def run_test(item: pytest.Function, asked: DistributedMark) -> Conclusion | None:
-    """Run a test on the ranks of its module's session; return how it ended, None if it passed.
-
-    What ranks printed becomes a section of the test's report.
-    """
+    """Run a test on the ranks of its module's session; return how it ended, None if it passed."""
     target = _target(item)
     fixtures = {name: item.funcargs[name] for name in argument_names(item) if name not in MADE_ON_RANKS}
     try:
@@ -65,7 +62,6 @@ def _target(item: pytest.Function) -> Target:
 
 
 def _session(item: pytest.Function, options: LaunchOptions) -> LiveSession:
-    """Return the session of the test's module that has these options; open it for the first test."""
     module = item.getparent(pytest.Module)
     assert module is not None  # noqa: S101 - every function is in one
     if _SESSIONS not in module.stash:

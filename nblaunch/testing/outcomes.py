@@ -73,7 +73,9 @@ def conclude(outcome: Outcome, target: Target) -> Conclusion | None:
     drawn.addsection("ranks", f"This is {format_ranks(ranks)} of {outcome.result.world_size}.", "-")
     for other, theirs in alike[1 : 1 + _MOST_OTHERS]:
         its = told_of(other)
-        drawn.addsection(format_ranks(theirs), _text(its.drawn) if its is not None else other.traceback, "-")
+        drawn.addsection(
+            format_ranks(theirs), _drawn_text(its.drawn) if its is not None else other.traceback, "-"
+        )
     return Conclusion(raised, drawn)
 
 
@@ -93,7 +95,6 @@ def concluded(error: BaseException, target: Target) -> Conclusion:
 
 
 def told_of(failure: RankFailure) -> Told | None:
-    """Return pytest's report of a rank's failure, None where it has not come."""
     told = getattr(failure.exception, TOLD, None)
     return told if isinstance(told, Told) else None
 
@@ -112,7 +113,6 @@ def _kind(failure: RankFailure) -> str:
 
 
 def _raised(failure: RankFailure, error: BaseException) -> BaseException:
-    """Return what the test raises in pytest's process: the rank's own exception where it could be sent."""
     sent = failure.exception
     if isinstance(sent, TestEndedError):
         return SystemExit(sent.reason) if sent.kind == "SystemExit" else pytest.fail.Exception(sent.reason)
@@ -135,7 +135,7 @@ def _ended_early(causes: Sequence[RankFailure], target: Target) -> Conclusion:
     return Conclusion(pytest.skip.Exception(reason), (*place, f"Skipped: {reason}"))
 
 
-def _text(drawn: Any) -> str:
+def _drawn_text(drawn: Any) -> str:
     file = io.StringIO()
     drawn.toterminal(TerminalWriter(file))
     return file.getvalue().rstrip()

@@ -35,7 +35,6 @@ Invariants:
 Modules, each after those that it imports:
 
     screen         text as a terminal shows it; a screen whose lines are numbered and tracked
-    budget         what text costs in a saved notebook, and text cut to a cost
     alike          ranks that are alike, in one row
     output         what ranks wrote, folded, and cut to a budget
     mime           displays as HTML that stays within its element, and as the panel draws them

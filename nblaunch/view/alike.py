@@ -23,8 +23,8 @@ _COLUMNS_WIDTH = 100
 _GAP = 2
 
 
-def rows_of(keys: Mapping[int, Hashable], least: int = LEAST) -> list[tuple[int, ...]]:
-    """Return the ranks of each row: those with equal keys together if there are at least so many of them.
+def rows_of(keys: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
+    """Return the ranks of each row: those with equal keys together if there are at least three.
 
     Every rank stands in one row. Ranks rise within a row, and rows by their lowest rank.
 
@@ -35,7 +35,7 @@ def rows_of(keys: Mapping[int, Hashable], least: int = LEAST) -> list[tuple[int,
     """
     alike = ranks_by_answer(keys).values()
     rows = [
-        row for ranks in alike for row in ([ranks] if len(ranks) >= least else [(each,) for each in ranks])
+        row for ranks in alike for row in ([ranks] if len(ranks) >= LEAST else [(each,) for each in ranks])
     ]
     return sorted(rows)
 
@@ -124,9 +124,9 @@ def devices(names: Iterable[str]) -> str:
     return ", ".join(every) if len(every) <= _DEVICES_NAMED else plural(len(every), "device")
 
 
-def beside(entries: Sequence[str], width: int = _COLUMNS_WIDTH) -> int:
-    """Return how many of these texts a line of so many characters holds side by side, one at least."""
-    return max((width + _GAP) // (max(map(len, entries), default=0) + _GAP), 1)
+def beside(entries: Sequence[str]) -> int:
+    """Return how many of these texts a line holds side by side, one at least."""
+    return max((_COLUMNS_WIDTH + _GAP) // (max(map(len, entries), default=0) + _GAP), 1)
 
 
 def in_columns(entries: Sequence[str], count: int) -> list[str]:

@@ -91,7 +91,6 @@ class TextView:
                 print(plain(nodes_line(state.engine, time.time())), file=sys.stderr, flush=True)  # noqa: T201
 
     def close(self, state: RunState) -> None:
-        """Print what has not been printed."""
         if self._terminal is None:
             print(render_text(state, self._header), flush=True)  # noqa: T201 - there is nothing else to show it
         else:
@@ -114,7 +113,6 @@ class OnceView:
         """Show nothing yet."""
 
     def close(self, state: RunState) -> None:
-        """Display the run."""
         _display(self._render(state, self._header))
 
 
@@ -142,7 +140,6 @@ class WidgetView:
         self._stops = 0
 
     def open(self, state: RunState) -> None:
-        """Start the clock."""
         self._drawn = self._clock()
         self._opened = self._drawn - _age(state)
         self._drawing = Drawing(self._header, self._opened)
@@ -175,10 +172,9 @@ class WidgetView:
             raise KeyboardInterrupt
 
     def close(self, state: RunState) -> None:
-        """Put static HTML in the panel's place, and close the panel."""
         try:
             took = self._clock() - self._opened
-            bundle = html_and_text(state, self._header, self._drawing.curves(state), took)
+            bundle = html_and_text(state, self._header, curves=self._drawing.curves(state), took=took)
             if self._display_id is not None:
                 from IPython.display import update_display
 
@@ -205,7 +201,7 @@ class WidgetView:
         background = threading.current_thread() is not threading.main_thread()
         self._in_place = background or _notebook.takes_updates()
         if self._in_place:
-            forms = _bundle(state, self._header, (), nodes + _UNFINISHED)
+            forms = html_and_text(state, self._header, outputs=(), note=nodes + _UNFINISHED)
         else:
             what = headline(state, self._header.title, self._header.backend)
             line = f"{what}: {nodes}running; {_FOLLOWS}"
@@ -228,20 +224,16 @@ class GuardedView:
 
     @property
     def shows_usage(self) -> bool:
-        """Whether the guarded view shows what the ranks use."""
         return self.view.shows_usage
 
     def open(self, state: RunState) -> None:
-        """Begin."""
         self._attempt(self.view.open, state)
 
     def draw(self, state: RunState) -> None:
-        """Show what is new, unless the view has failed before."""
         if not self._broken:
             self._attempt(self.view.draw, state)
 
     def close(self, state: RunState) -> None:
-        """Show the end."""
         self._attempt(self.view.close, state)
 
     def _attempt(self, step: Callable[[RunState], None], state: RunState) -> None:
@@ -252,17 +244,23 @@ class GuardedView:
             _log.debug("%s failed; nothing more is drawn", step.__qualname__, exc_info=True)
 
 
-def choose_view(header: Header, mode: str | None = None) -> View:
-    """Return the view that fits where this process runs, or the one that `mode` names.
+def choose_view(header: Header) -> View:
+    """Return the view that fits where this process runs, or the one that `NBLAUNCH_DISPLAY` names.
 
-    `mode` is `auto`, `widget`, `html` or `text`; its default is the environment variable
-    `NBLAUNCH_DISPLAY`. `auto` is the panel in a kernel that has comms, HTML in any other kernel, text
-    elsewhere. Outside a kernel nothing can show HTML, so every mode is text there. In a kernel that pytest
-    has started `auto` is HTML too: nbval does not see updates of a display.
+    That is `auto`, `widget`, `html` or `text`. `auto` is the panel in a kernel that has comms, HTML in any
+    other kernel, text elsewhere. Outside a kernel nothing can show HTML, so every mode is text there. In a
+    kernel that pytest has started `auto` is HTML too: nbval does not see updates of a display.
 
     Raises `OptionError` for any other mode.
     """
-    wanted = _mode(mode)
+    wanted = os.environ.get(DISPLAY_VARIABLE) or "auto"
+    if wanted not in DISPLAY_MODES:
+        modes = f"{', '.join(DISPLAY_MODES[:-1])} or {DISPLAY_MODES[-1]}"
+        msg = (
+            f"{DISPLAY_VARIABLE}={wanted!r}: a run is shown as {modes}. Correct the environment variable, or "
+            "unset it."
+        )
+        raise OptionError(msg)
     kernel = getattr(_notebook.shell(), "kernel", None)
     if kernel is None:
         return GuardedView(TextView(header))
@@ -274,49 +272,33 @@ def choose_view(header: Header, mode: str | None = None) -> View:
     return GuardedView(WidgetView(header))
 
 
-def _mode(mode: str | None) -> str:
-    if mode is not None:
-        given, source, remedy = mode, f"display={mode!r}", "Give one of these"
-    else:
-        given = os.environ.get(DISPLAY_VARIABLE) or "auto"
-        source, remedy = f"{DISPLAY_VARIABLE}={given!r}", "Correct the environment variable, or unset it"
-    if given not in DISPLAY_MODES:
-        modes = f"{', '.join(DISPLAY_MODES[:-1])} or {DISPLAY_MODES[-1]}"
-        msg = f"{source}: a run is shown as {modes}. {remedy}."
-        raise OptionError(msg)
-    return given
-
-
-def html_and_text(
-    state: RunState, header: Header, curves: Curves | None = None, took: float | None = None
-) -> Bundle:
-    """Return a run as a notebook shows it, with its text form for front ends without HTML.
-
-    `took` is how long it took in seconds; where outputs are compared it is left out.
-    """
-    return _bundle(state, header, folded(state), "" if state.finished else _LEFT, curves=curves, took=took)
-
-
-def _bundle(  # noqa: PLR0913 - what is drawn, and what the caller knows of it
+def html_and_text(  # noqa: PLR0913 - what is drawn, and what the caller knows of it
     state: RunState,
     header: Header,
-    outputs: Sequence[Folded],
-    note: str,
     *,
+    outputs: Sequence[Folded] | None = None,
+    note: str | None = None,
     curves: Curves | None = None,
     took: float | None = None,
 ) -> Bundle:
-    known = Curves.of(state.metrics) if curves is None else curves
+    """Return a run as a notebook shows it, with its text form for front ends without HTML.
+
+    `note` stands below it. `took` is how long it took in seconds; where outputs are compared it is left out.
+    """
+    if note is None:
+        note = "" if state.finished else _LEFT
+    outputs = folded(state) if outputs is None else outputs
+    curves = Curves.of(state.metrics) if curves is None else curves
+    below = f'<p style="{ROOT_STYLE}">{escaped(note)}</p>' if note else ""
     return {
-        "text/html": render_html(state, header, outputs=outputs, curves=known, took=took)
-        + (f'<p style="{ROOT_STYLE}">{escaped(note)}</p>' if note else ""),
-        "text/plain": render_text(state, header, outputs=outputs, curves=known)
-        + (f"\n{note}" if note else ""),
+        "text/html": render_html(state, header, outputs=outputs, curves=curves, took=took) + below,
+        "text/plain": "\n".join(
+            filter(None, (render_text(state, header, outputs=outputs, curves=curves), note))
+        ),
     }
 
 
 def _age(state: RunState) -> float:
-    """Return since when a run goes on that began before its view was opened."""
     return max(time.time() - state.began, 0.0) if state.begun else 0.0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from nblaunch._budget import clipped, cost_of_text, fair_limit, shortened
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.insight import markup
@@ -19,11 +20,10 @@ from nblaunch.insight.charts import charts
 from nblaunch.insight.curves import Curves, curve_lines, lines_by_rank
 from nblaunch.protocol.messages import FailureRecord, Stream
 from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer
-from nblaunch.protocol.state import RankState, RunState, State, hosts_of
+from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import summary
 from nblaunch.view.alike import MOST_ROWS, devices, finest, is_whole, label, levels_of, sizes
-from nblaunch.view.budget import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.mime import balanced, embedded, kinds
 from nblaunch.view.output import (
     Folded,
@@ -36,6 +36,7 @@ from nblaunch.view.output import (
     last_line,
     omission_text,
     only_errors,
+    only_text,
 )
 from nblaunch.view.screen import BOLD, COLOR, ITALIC, PLAIN, UNDERLINE, Line, colored, plain
 
@@ -111,14 +112,16 @@ def render_html(
     parts = (
         f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>",
         *failures(found),
-        *_attempts(state),
+        *attempts(state),
         *map(note, summary.host_lines(state)),
         *map(note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
         *hang(state),
         *_curves(Curves.of(state.metrics) if curves is None else curves),
         _table(shown, rows),
         *_values(shown, rows),
-        *_profile(state),
+        markup.details(markup.escaped(f"P{state.profile.text[1:]}"), state.profile.html, opened=True)
+        if state.profile.html
+        else "",
     )
     above = "".join(parts)
     written = folded(state) if outputs is None else outputs
@@ -190,19 +193,29 @@ def note(line: str) -> str:
     return f"<div>{markup.code(line)}</div>"
 
 
-def _attempts(state: RunState) -> Iterator[str]:
+def attempts(state: RunState) -> Iterator[str]:
     """Yield a part for each attempt before this one, with its own failures and output."""
     shown, left_out = summary.earlier_attempts(state)
     yield from [note(left_out)] if left_out else []
-    for attempt in shown:
-        before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
-        found = blame(before.ranks)
-        content = "".join(_causes(found, summary.TRACEBACK_COST // max(4, len(shown))))
-        # Which of the others failed too, and which were stopped before they did, differs from run to run.
-        others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
-        content += note(f"{format_ranks(others)}: ended because of that") if others else ""
-        content += _outputs(folded(before), summary.PART_BUDGET // len(shown))
-        yield _expandable(summary.attempt_line(attempt, found), content)
+    yield from (attempt_before(each, len(shown)) for each in shown)
+
+
+def attempt_before(attempt: AttemptState, among: int, *, live: bool = False) -> str:
+    """Return the part for one of `among` attempts before this one.
+
+    A `live` page has what it displayed as text: it may be HTML of a rank's. And it has how long it took.
+    """
+    before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
+    found = blame(before.ranks)
+    content = "".join(_causes(found, summary.TRACEBACK_COST // max(4, among)))
+    # Which of the others failed too, and which were stopped before they did, differs from run to run.
+    others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
+    content += note(f"{format_ranks(others)}: ended because of that") if others else ""
+    written = only_text(folded(before)) if live else folded(before)
+    content += _outputs(written, summary.PART_BUDGET // among)
+    took = attempt.ended - attempt.started if live and attempt.ended else None
+    after = "" if took is None else f" after {summary.duration(took)}"
+    return _expandable(f"{summary.attempt_line(attempt, found)}{after}", content)
 
 
 def hang(state: RunState) -> Iterator[str]:
@@ -224,7 +237,7 @@ def hang(state: RunState) -> Iterator[str]:
 
 
 def _curves(curves: Curves) -> Iterator[str]:
-    """Yield what ranks have logged: a drawing for each name, the same in words, a line for each rank."""
+    """Yield the logged numbers: a drawing for each name, the same in words, a line for each rank."""
     lines = curve_lines(curves)
     if not lines:
         return
@@ -255,7 +268,6 @@ class _Shown:
 
     @property
     def value(self) -> tuple[str, str]:
-        """Return the value as text and as HTML."""
         return plain(self.known.value_text).rstrip("\n"), self.known.value_html
 
 
@@ -280,7 +292,7 @@ def _shown(state: RunState, found: Blame) -> dict[int, _Shown]:
 
 
 def _rows(shown: Mapping[int, _Shown]) -> list[tuple[int, ...]]:
-    """Return the ranks of each row: those that are alike together, by as much as there is room for.
+    """Return the ranks of each row: ranks that are alike share one, as finely as there is room for.
 
     Last lines keep ranks apart only if that takes very few rows: they stand in the output, too.
     """
@@ -323,7 +335,7 @@ def _table(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> str:
 
 
 def _each_rank(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> str:
-    """Return what the rows do not tell: a row for each rank, of many ranks only which a row stands for."""
+    """Return a row for each rank where the shared rows hide something; of many ranks only their numbers."""
     if len(shown) <= _ROWS:
         differ = any(_differs([shown[rank] for rank in row]) for row in rows)
         every = [_cells([each], few=False) for each in shown.values()]
@@ -343,7 +355,6 @@ def _rows_of_cells(rows: Sequence[tuple[str, ...]], *, few: bool = True) -> str:
 
 
 def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
-    """Return a row; where there are many rows, with short styles."""
 
     def style(number: int, cell: str) -> str:
         narrow = tag == "th" or (number < _NARROW_COLUMNS and "<wbr>" not in cell)
@@ -421,17 +432,16 @@ def values_of(
     if short:
         found = [(ranks, short_value(text)) for (text, rich), ranks in groups.items() if not rich]
         content = _side_by_side_values("Values", found)
-    long = {value: ranks for value, ranks in groups.items() if _is_long(value)}
+    long = {
+        (text, rich): ranks
+        for (text, rich), ranks in groups.items()
+        if rich or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
+    }
     full = "".join(_long_values(long, embed))
     if len(long) > _MOST_OPEN:
         title = f"{len(long)} values of {sum(map(len, long.values()))} ranks in full"
         full = markup.details(title, full, opened=False)
     return content + full
-
-
-def _is_long(value: tuple[str, str]) -> bool:
-    text, html = value
-    return bool(html) or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
 
 
 def _side_by_side_values(title: str, values: Sequence[tuple[tuple[int, ...], str]]) -> str:
@@ -471,17 +481,14 @@ def _long_values(
         yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=opened)
 
 
-def _profile(state: RunState) -> Iterator[str]:
-    """Yield the profile's steps and timeline, which its client has drawn."""
-    if state.profile.html:
-        title = f"P{state.profile.text[1:]}"
-        yield markup.details(markup.escaped(title), state.profile.html, opened=True)
-
-
 def _outputs(outputs: Sequence[Folded], budget: int) -> str:
     lines = sum(cost_of_line(item) for each in outputs for item in each.items if isinstance(item, Line))
     outputs, taken = _with_displays(outputs, budget - min(max(lines, summary.PART_BUDGET), LINES_BUDGET))
-    shown = fit(outputs, min(budget - taken, LINES_BUDGET), prefix=_cost_of_prefix)
+
+    def prefix(output: Folded, ranks: tuple[int, ...]) -> int:
+        return len(markup.prefix(format_ranks(ranks))) if output.mixed else 0
+
+    shown = fit(outputs, min(budget - taken, LINES_BUDGET), prefix=prefix)
     drawn = [_output(each) for each in shown]
     if len(shown) <= _MOST_OPEN:
         return "".join(drawn)
@@ -500,7 +507,12 @@ def _output(output: Folded) -> str:
         room, shown = _MIXED_OPEN, sum(len(each.rows) if each.mixed else 1 for each in passages)
     else:
         room, shown = _LINES_OPEN, output.lines
-    content = "".join(_passage(each, output) for each in passages)
+    content = ""
+    for each in passages:
+        blocks = "".join(_blocks(each))
+        if not each.mixed and output.mixed:
+            blocks = markup.details(_summary(each), blocks, opened=bool(each.displays))
+        content += blocks
     return markup.details(_summary(output), content, opened=shown <= room or bool(output.displays))
 
 
@@ -516,13 +528,6 @@ def _passages(output: Folded) -> list[Folded]:
         else:
             passages.append(replace(output, rows=tuple(row for run in group for row in run.rows)))
     return passages
-
-
-def _passage(passage: Folded, output: Folded) -> str:
-    content = "".join(_blocks(passage))
-    if passage.mixed or not output.mixed:
-        return content
-    return markup.details(_summary(passage), content, opened=bool(passage.displays))
 
 
 def _summary(output: Folded) -> str:
@@ -577,10 +582,6 @@ def _cost_of_display(display: Display, budget: int) -> int | None:
 def _saved(content: str) -> int:
     # In JSON a quote or a line end takes more than itself.
     return len(content.encode("utf-8", "replace")) + content.count('"') + 13 * content.count("\n")
-
-
-def _cost_of_prefix(output: Folded, ranks: tuple[int, ...]) -> int:
-    return len(markup.prefix(format_ranks(ranks))) if output.mixed else 0
 
 
 def _blocks(output: Folded) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Rich displays: as HTML that stays within its own element, and as what the live panel draws."""
+"""Rich displays as HTML that stays within its own element: in the saved notebook, and in the live panel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
 
+from nblaunch._budget import shortened
 from nblaunch.insight.markup import escaped
 from nblaunch.protocol.transcript import Display
-from nblaunch.view.budget import shortened
 from nblaunch.view.output import display_text, text_of
 from nblaunch.view.screen import plain
 
@@ -22,7 +22,6 @@ _NEVER_CLOSED = frozenset(
 _LIVE_IMAGE = 1_500_000
 _LIVE_HTML = 150_000
 _LIVE_TEXT = 20_000
-_PIECE_COST = 60
 
 
 def embedded(display: Display) -> str | None:
@@ -41,26 +40,21 @@ def embedded(display: Display) -> str | None:
     return None
 
 
-def live(display: Display) -> tuple[tuple[str, ...], int]:
-    """Return a display as the live panel draws it, and what it costs to send it, in bytes.
+def live(display: Display) -> str:
+    """Return a display as the panel draws it: HTML in a frame, an image, or text.
 
-    It is `("html", markup, text)`, `("image", type, base64, text, width, height)` or `("text", text)`. What
-    is too large for a panel is shown only at the end of the run.
+    What is too large for a panel is shown only at the end of the run.
     """
     text = shortened(plain(text_of(display, "text/latex")) or display_text(display), _LIVE_TEXT)
-    piece: tuple[str, ...] = ("text", text)
     if markup := text_of(display, "text/html"):
-        piece = ("html", markup, text) if len(markup) <= _LIVE_HTML else _later(display, text)
+        if len(markup) <= _LIVE_HTML:
+            return frame(markup)
     elif encoded := _encoded(display):
-        fits = len(encoded[1]) <= _LIVE_IMAGE
-        piece = (
-            ("image", *encoded, text[:200], *_size(encoded[0], display)) if fits else _later(display, text)
-        )
-    return piece, sum(map(len, piece)) + _PIECE_COST
-
-
-def _later(display: Display, text: str) -> tuple[str, str]:
-    return ("text", f"{text}\n… {kinds(display)} is too large to be shown before the end of the run …")
+        if len(encoded[1]) <= _LIVE_IMAGE:
+            return image(*encoded, text, *_size(encoded[0], display))
+    else:
+        return escaped(text)
+    return escaped(f"{text}\n… {kinds(display)} is too large to be shown before the end of the run …")
 
 
 def kinds(display: Display) -> str:
@@ -80,7 +74,6 @@ def _encoded(display: Display) -> tuple[str, str] | None:
 
 
 def _size(kind: str, display: Display) -> tuple[str, str]:
-    """Return width and height where the display gives them, else empty texts."""
     metadata = display.metadata.get(kind)
     if not isinstance(metadata, Mapping):
         return "", ""
@@ -90,7 +83,6 @@ def _size(kind: str, display: Display) -> tuple[str, str]:
 
 
 def image(kind: str, encoded: str, text: str, width: str, height: str) -> str:
-    """Return an image; `text` says what it shows."""
     sizes = (("width", width), ("height", height))
     size = "".join(f' {name}="{value}"' for name, value in sizes if value)
     alt = escaped(text[:200])

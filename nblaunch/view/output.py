@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 
 import msgspec
 
+from nblaunch._budget import cost_of_text, fair_limit, shortened
 from nblaunch.insight.folding import merged
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.reports import ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState
 from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
-from nblaunch.view.budget import cost_of_text, fair_limit, shortened
 from nblaunch.view.screen import PLAIN, Line, Screen, plain
 
 DRAWN_CHARACTERS = 1_000_000
@@ -54,7 +54,6 @@ class Folded:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Return the items of all ranks."""
         return tuple(row.item for row in self.rows)
 
     @property
@@ -67,7 +66,6 @@ class Folded:
 
     @property
     def displays(self) -> tuple[Display, ...]:
-        """Return the rich displays, in order."""
         return tuple(item for item in self.items if isinstance(item, Display))
 
 
@@ -95,7 +93,6 @@ def folded(state: RunState) -> list[Folded]:
 
 
 def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item, ...]]]) -> list[Folded]:
-    """Return a `Folded` for each group of ranks with equal output; groups that share lines have one."""
     groups = sorted(groups, key=lambda group: group[0])
     by_key = {key: item for _, keys, items in groups for key, item in zip(keys, items, strict=True)}
     blank = {key for key, item in by_key.items() if isinstance(item, Line) and not item.text.strip()}
@@ -113,7 +110,7 @@ def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item
 
 
 def _weight(entries: Iterable[Entry]) -> int:
-    """Return what drawing these costs, in characters; a line costs as much as some characters."""
+    """Return the cost of drawing these, in characters; a line costs as much as some characters."""
     return sum(
         len(entry.text) + _LINE_WEIGHT * entry.text.count("\n")
         for entry in entries
@@ -189,7 +186,6 @@ def items_of(transcript: Transcript) -> tuple[Item, ...]:
 
 
 def _joined(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries, neighbouring texts of one stream joined."""
     joined: list[Entry] = []
     for stream, group in groupby(entries, key=lambda entry: getattr(entry, "stream", None)):
         if stream is None:
@@ -230,7 +226,7 @@ def _draw(entries: Iterable[Entry]) -> list[Item]:
 
 
 def omission_text(omission: Omission, rank: int, *, errors: bool = False) -> str:
-    """Return what was left out of a rank's output, and where it is; `errors` for stderr."""
+    """Return a note on omitted output, and where to find it; `errors` for stderr."""
     parts = []
     if omission.lines:
         parts.append(f"{omission.lines} lines")
@@ -243,7 +239,6 @@ def omission_text(omission: Omission, rank: int, *, errors: bool = False) -> str
 
 
 def only_errors(output: Folded) -> set[tuple[int, ...]]:
-    """Return those of an output's sets of ranks that have written to stderr only."""
     streams: dict[tuple[int, ...], set[Stream]] = {}
     for row in output.rows:
         if isinstance(row.item, Line):
@@ -252,7 +247,7 @@ def only_errors(output: Folded) -> set[tuple[int, ...]]:
 
 
 def latest(transcript: Transcript, count: int) -> list[Entry]:
-    """Return the last `count` characters and displays of those that are kept, in order."""
+    """Return the last `count` characters and displays of the transcript, in order."""
     found: list[Entry] = []
     for entry in chain(reversed(transcript.tail), reversed(transcript.head)):
         if count <= 0:
@@ -290,7 +285,7 @@ def _is_shortened(found: list[Entry], transcript: Transcript) -> bool:
 
 
 def text_of(display: Display, kind: str) -> str:
-    """Return what a display holds of a MIME type, empty if that is no text or blank."""
+    """Return a display's text of a MIME type, empty if it is blank or not text."""
     text = display.data.get(kind)
     return text if isinstance(text, str) and text.strip() else ""
 
@@ -307,6 +302,22 @@ def display_rows(display: Display, ranks: tuple[int, ...], note: str = "") -> li
     """Return a display that these ranks made as lines of text, with a note below."""
     lines = [*display_text(display).split("\n"), *([note] if note else [])]
     return [Written(ranks, Line(((PLAIN, line),))) for line in lines]
+
+
+def only_text(outputs: Iterable[Folded]) -> list[Folded]:
+    """Return the outputs, displays as lines."""
+    return [
+        replace(
+            each,
+            rows=tuple(
+                chain.from_iterable(
+                    display_rows(row.item, row.ranks) if isinstance(row.item, Display) else [row]
+                    for row in each.rows
+                )
+            ),
+        )
+        for each in outputs
+    ]
 
 
 def by_rank(state: RunState, of: Callable[[RankState], str]) -> list[tuple[tuple[int, ...], str]]:
@@ -343,59 +354,49 @@ def fit(
     The lines that the same ranks wrote have a share for each of these ranks; what one share leaves, the
     others may use. Displays stay. `prefix` returns the cost of a line's prefix.
     """
-    outputs = [replace(each, rows=tuple(map(_short_row, each.rows))) for each in outputs]
-    shares = [share for number, each in enumerate(outputs) for share in _shares(number, each, prefix)]
-    limit = fair_limit((share.cost // share.ranks for share in shares for _ in range(share.ranks)), budget)
-    cut: list[dict[int, Written | None]] = [{} for _ in outputs]
-    for share in shares:
-        if share.cost > limit * share.ranks:
-            rows = [outputs[share.output].rows[place] for place in share.places]
-            kept = _cut(rows, limit * share.ranks, share.prefix)
-            cut[share.output].update(zip(share.places, kept, strict=True))
+    outputs = [
+        replace(each, rows=tuple(replace(row, item=_short(row.item, LINE_COST)) for row in each.rows))
+        for each in outputs
+    ]
+    prefixes = [
+        {ranks: prefix(each, ranks) for ranks in {row.ranks for row in each.rows}} for each in outputs
+    ]
+    shares: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for number, each in enumerate(outputs):
+        # Where nearly every line has other ranks, a share for each of them could hold none.
+        by_first = len(prefixes[number]) > _SHARES * len(each.ranks) + _SHARES
+        for place, row in enumerate(each.rows):
+            shares.setdefault((number, row.ranks[:1] if by_first else row.ranks), []).append(place)
+
+    def rows_of(number: int, places: Sequence[int]) -> list[Written]:
+        return [outputs[number].rows[place] for place in places]
+
+    costs = {
+        (number, ranks): sum(
+            cost_of_line(row.item) + prefixes[number][row.ranks]
+            for row in rows_of(number, places)
+            if isinstance(row.item, Line)
+        )
+        for (number, ranks), places in shares.items()
+    }
+    limit = fair_limit((cost // len(ranks) for (_, ranks), cost in costs.items() for _ in ranks), budget)
+    kept: list[dict[int, Written | None]] = [dict(enumerate(each.rows)) for each in outputs]
+    for (number, ranks), places in shares.items():
+        if costs[number, ranks] > limit * len(ranks):
+            rows = rows_of(number, places)
+            more = max(prefixes[number][row.ranks] for row in rows)
+            kept[number].update(zip(places, _cut(rows, limit * len(ranks), more), strict=True))
     return [
-        replace(each, rows=tuple(filter(None, (rows.get(place, row) for place, row in enumerate(each.rows)))))
-        for each, rows in zip(outputs, cut, strict=True)
+        replace(each, rows=tuple(filter(None, rows.values())))
+        for each, rows in zip(outputs, kept, strict=True)
     ]
 
 
-@dataclass(slots=True)
-class _Share:
-    """The rows of one output that the same ranks wrote, by their places, and what they cost."""
-
-    output: int
-    ranks: int
-    places: list[int] = field(default_factory=list)
-    cost: int = 0
-    prefix: int = 0
-
-
-def _shares(
-    number: int, output: Folded, prefix: Callable[[Folded, tuple[int, ...]], int]
-) -> Iterable[_Share]:
-    prefixes = {ranks: prefix(output, ranks) for ranks in {row.ranks for row in output.rows}}
-    # Where nearly every line has other ranks, a share for each of them could hold none.
-    by_first = len(prefixes) > _SHARES * len(output.ranks) + _SHARES
-    shares: dict[tuple[int, ...], _Share] = {}
-    for place, row in enumerate(output.rows):
-        ranks = row.ranks[:1] if by_first else row.ranks
-        share = shares.setdefault(ranks, _Share(number, len(ranks)))
-        more = prefixes[row.ranks]
-        share.prefix = max(share.prefix, more)
-        share.places.append(place)
-        if isinstance(row.item, Line):
-            share.cost += cost_of_line(row.item) + more
-    return shares.values()
-
-
-def _short_row(row: Written) -> Written:
-    return replace(row, item=_short(row.item, LINE_COST)) if isinstance(row.item, Line) else row
-
-
-def _short(line: Line, limit: int) -> Line:
+def _short(item: Item, limit: int) -> Item:
     """Return a line that takes no more than `limit` bytes; one that takes more loses its colours too."""
-    if cost_of_line(line) <= limit:
-        return line
-    return Line(((PLAIN, shortened(line.text, limit)),), line.stream)
+    if not isinstance(item, Line) or cost_of_line(item) <= limit:
+        return item
+    return Line(((PLAIN, shortened(item.text, limit)),), item.stream)
 
 
 def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None]:
@@ -415,7 +416,7 @@ def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None
         ranks = tuple(sorted({rank for each in {row.ranks for row in dropped} for rank in each}))
         middle[middle.index(None)] = Written(ranks, _omission([row.item for row in dropped]))
     return [
-        replace(row, item=_short(row.item, limit)) if row is not None and isinstance(row.item, Line) else row
+        None if row is None else replace(row, item=_short(row.item, limit))
         for row in [*rows[:first], *middle, *rows[last:]]
     ]
 

@@ -11,7 +11,7 @@ const POINT_AT = "Point at a cell, or use the arrow keys; click, or press Enter,
 const SKELETON = `<section class="nblaunch-panel" aria-label="Distributed run">
   <div class="nblaunch-head" data-key="head"></div>
   <div class="nblaunch-failure" role="group" aria-label="Failure" data-key="failure"></div>
-  <div data-key="hang"></div><div data-key="tabs"></div>
+  <div data-key="attempts"></div><div data-key="hang"></div>
   <div class="nblaunch-present">
     <div class="nblaunch-ranks" role="group" aria-label="Ranks" data-key="ranks"></div>
     <div class="nblaunch-curves" data-key="curves"></div>
@@ -305,7 +305,6 @@ const ACTS = {
   },
   follow: (view) => view.setFollow(!view.follows),
   copy: (view) => view.copy(),
-  tab: (view, button) => view.set({ attempt: button.dataset.attempt ?? null }),
   more: (view) => view.set({ isWhole: !view.isWhole }),
   unfold(view, button) {
     const { key } = button.closest("tbody").dataset;
@@ -321,7 +320,7 @@ const ACTS = {
 
 class View {
   constructor(store) {
-    Object.assign(this, { store, shown: "all", card: null, attempt: null, follows: true });
+    Object.assign(this, { store, shown: "all", card: null, follows: true });
     Object.assign(this, { unfolded: new Set(), holes: new Map(), lines: new Map() });
     this.panel = parsed(SKELETON).firstElementChild;
     this.find = (selector) => this.panel.querySelector(selector);
@@ -384,17 +383,7 @@ class View {
   // --- what the reader has chosen, on what Python has drawn ---
 
   dress() {
-    const tabs = this.all("[role=tab]");
-    const last = tabs.at(-1);
-    const chosen = tabs.find((tab) => this.attempt && tab.dataset.attempt === this.attempt) ?? last;
-    for (const tab of tabs) {
-      setAttribute(tab, "aria-selected", tab === chosen);
-      tab.tabIndex = tab === chosen ? 0 : -1;
-    }
-    for (const past of this.all(".nblaunch-past")) past.hidden = past.dataset.attempt !== chosen.dataset.attempt;
-    this.present.hidden = chosen !== last || Boolean(this.find(".nblaunch-waits"));
-    if (last) setAttribute(this.present, "role", "tabpanel");
-    if (last) setAttribute(this.present, "aria-label", last.textContent);
+    this.present.hidden = Boolean(this.find(".nblaunch-waits"));
     this.dressGroups();
     this.dressMap();
     for (const [act, isOn] of [["log", this.isLog], ["each", this.byRank], ["follow", this.follows]]) {
@@ -510,18 +499,9 @@ class View {
 
   key(event) {
     const { target, key } = event;
-    if (!(target.matches(".nblaunch-cell") && this.keyInMap(key, target)) && !this.keyInTabs(key, target)) return;
+    if (!target.matches(".nblaunch-cell") || !this.keyInMap(key, target)) return;
     event.preventDefault();
     event.stopPropagation();
-  }
-
-  keyInTabs(key, tab) {
-    const tabs = this.all("[role=tab]");
-    const next = tabs.includes(tab) ? nextIndex(key, tabs.indexOf(tab), tabs.length, 1) : null;
-    if (next === null) return false;
-    tabs[next].focus();
-    tabs[next].click();
-    return true;
   }
 
   keyInMap(key, cell) {

@@ -95,7 +95,6 @@ class Panel(anywidget.AnyWidget):
     final: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
 
     def __init__(self, drawing: Drawing, clock: Callable[[], float] = time.monotonic) -> None:
-        """Show this drawing; `clock` is the one that times it."""
         self._drawing: Drawing | None = drawing
         self._clock = clock
         self._stop = threading.Event()
@@ -119,13 +118,11 @@ class Panel(anywidget.AnyWidget):
         return bool(self._heard)
 
     def stop_wanted(self) -> bool:
-        """Return whether Stop was pressed since the last call."""
         wanted = self._stop.is_set()
         self._stop.clear()
         return wanted
 
     def show(self, delta: Delta) -> None:
-        """Show what has changed, with one message."""
         self.delta = dict(delta)
 
     def repeat(self) -> None:
@@ -162,7 +159,7 @@ class Panel(anywidget.AnyWidget):
         )
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
-        """Return what a page receives; ipywidgets may call this on another thread than the one that draws."""
+        """Return the state for a page; ipywidgets may call this on another thread than the drawing one."""
         if key is None and self.comm is not None:
             # A page that comes later has not got the layout, and needs none.
             key = [each for each in self.keys if each != "layout"]

@@ -6,19 +6,15 @@ row that was sent changes only where a rank joins or leaves it.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NotRequired, TypedDict
 
-from nblaunch.insight.markup import escaped
-from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.reports import format_ranks, plural
-from nblaunch.view.html import STDERR, line_html
-from nblaunch.view.mime import frame, image
-from nblaunch.view.panel_output import KEPT, News, PanelPiece, size_of_piece
-from nblaunch.view.screen import PLAIN, Line
+from nblaunch.view.panel_output import KEPT, RankNews
 
 ROWS = 3_000
 """Rows that the page keeps."""
@@ -27,10 +23,12 @@ WHOLE_CHARACTERS = 1_500_000
 _NEAR_ROWS = 60
 _NEXT_PIECES = 8
 _LEAST_GAP = 1e-6
+_BLANK = re.compile(r"(?:\s|</?(?:b|em|i|ins|span)\b[^>]*>)*")
+"""A piece of output, as HTML, in which nothing is to be seen: the tags are those of colours and of stderr."""
 
 
 class LogNews(TypedDict):
-    """Rows of the log that are new or have changed, and those that are gone.
+    """New and changed rows of the log, and the numbers of removed ones.
 
     A row is `[number, numbers of ranks, HTML, number of the row before it]`, None for what has not changed;
     without the last a new row is the last one. With a fifth element it says how much is left out.
@@ -45,11 +43,11 @@ class LogNews(TypedDict):
 class _Row:
     number: int
     order: float
-    piece: PanelPiece
+    piece: str
     ranks: set[int] = field(default_factory=set)
     missing: int = 0
     gone: bool = False
-    sent: tuple[str, PanelPiece] | None = None
+    sent: tuple[str, str] | None = None
 
     @property
     def names(self) -> str:
@@ -81,36 +79,37 @@ class PanelLog:
 
     def _begin(self) -> None:
         self._rows: list[_Row] = []
-        self._by_piece: dict[PanelPiece, list[_Row]] = {}
+        self._by_piece: dict[str, list[_Row]] = {}
         self._written: dict[int, _RankRows] = {}
         self._made = 0
         self._changed: dict[int, _Row] = {}
         self._gone: list[int] = []
         self._cleared = True
 
-    def take(self, news: News) -> LogNews | None:
-        """Fold what the ranks wrote; return what the page has to draw."""
-        if news["attempt"] != self._attempt:
-            self._attempt = news["attempt"]
+    def take(self, attempt: int, news: Mapping[int, RankNews]) -> LogNews | None:
+        """Fold what the ranks wrote in this attempt; return what the page has to draw."""
+        if attempt != self._attempt:
+            self._attempt = attempt
             self._begin()
         gaps: dict[int, int] = {}
-        for name, lines in news["tails"].items():
-            rank, sent = int(name), lines["sent"]
-            if "clear" in lines or rank not in self._written:
+        for rank, each in news.items():
+            if each.clear is not None or rank not in self._written:
                 self._clear(rank)
-                base = lines.get("clear", 0)
+                base = each.clear or 0
                 self._written[rank] = _RankRows(base, base)
             known = self._written[rank]
-            first = next((number for number in sent[::2] if number >= known.next), known.next)
+            first = next((number for number, _ in each.sent if number >= known.next), known.next)
             if first > known.next:
                 gaps[rank] = first - known.next
         if gaps:
             self._leave_out(gaps)
-        for name, lines in news["tails"].items():
-            written = [news["pieces"][place] for place in lines["sent"][1::2]]
-            for index, number in enumerate(lines["sent"][::2]):
-                self._add(int(name), number, written, index)
-            self._trim_rank(self._written[int(name)])
+        for rank, each in news.items():
+            for place, (number, piece) in enumerate(each.sent, 1):
+                self._add(rank, number, piece, each.sent[place : place + _NEXT_PIECES - 1])
+            known = self._written[rank]
+            for number in known.numbers[:-KEPT]:
+                del known.rows[number]
+            del known.numbers[:-KEPT]
         if len(self._rows) > ROWS:
             for row in self._rows[: -ROWS * 3 // 4]:
                 self._forget(row)
@@ -121,11 +120,11 @@ class PanelLog:
         """Return all rows that the page has, as many of the latest as it can take."""
         room, rows = WHOLE_CHARACTERS, []
         for row in reversed(self._rows):
-            room -= size_of_piece(row.piece) if row.sent else 0
+            room -= len(row.piece) if row.sent else 0
             if room < 0:
                 break
             rows.append(row)
-        shown = [_message(row, row.names, drawn(row.piece)) for row in rows[::-1] if row.sent]
+        shown = [_message(row, row.names, row.piece) for row in rows[::-1] if row.sent]
         return LogNews(rows=shown, gone=[], clear=True)
 
     def _news(self) -> LogNews | None:
@@ -136,10 +135,10 @@ class PanelLog:
             names, known = row.names, row.sent
             if row.gone or known == (names, row.piece):
                 continue
-            content = None if known and known[1] == row.piece else drawn(row.piece)
+            content = None if known and known[1] == row.piece else row.piece
             shown = _message(row, None if known and known[0] == names else names, content)
             if known is None and row.order < last:
-                place = self._place(row)
+                place = self._place(row.order)
                 shown[3] = self._rows[place - 1].number if place else 0
             row.sent = names, row.piece
             news["rows"].append(shown)
@@ -147,9 +146,9 @@ class PanelLog:
             news["clear"], self._cleared = True, False
         return news if news["rows"] or news["gone"] or "clear" in news else None
 
-    def _add(self, rank: int, number: int, news: Sequence[PanelPiece], index: int) -> None:
-        """Add `news[index]`, a piece of a rank; those after it are what the rank wrote next."""
-        known, piece = self._written[rank], news[index]
+    def _add(self, rank: int, number: int, piece: str, following: Sequence[tuple[int, str]]) -> None:
+        """Add a piece of a rank; `following` is what the rank wrote next."""
+        known = self._written[rank]
         before = known.rows.get(number)
         if before is not None and before.gone:
             before = None
@@ -168,16 +167,16 @@ class PanelLog:
         if before is not None:
             self._leave(before, rank)
         if row is None and before is not None:
-            row = self._insert(piece, self._place(before) + (rank > min(before.ranks)))
+            row = self._insert(piece, self._place(before.order) + (rank > min(before.ranks)))
         elif row is None:
-            row = self._insert(piece, self._below(self._ahead(rank, (lower, upper), news, index)))
+            row = self._insert(piece, self._place(self._ahead(rank, lower, upper, following)))
         row.ranks.add(rank)
         self._changed[row.number] = row
         known.rows[number] = row
         if upper == inf:
             known.reached = row.order
 
-    def _find(self, piece: PanelPiece, rank: int, lower: float, upper: float) -> _Row | None:
+    def _find(self, piece: str, rank: int, lower: float, upper: float) -> _Row | None:
         rows = self._by_piece.get(piece, [])
         found = None
         for row in rows[bisect_right(rows, lower, key=_order) :]:
@@ -186,22 +185,21 @@ class PanelLog:
             if rank not in row.ranks:
                 found = row
                 break
-        if found is None or text_of(piece).strip():
+        if found is None or not _is_blank(piece):
             return found
         # A blank line further down would put the rank's next lines below it.
-        place = self._place(found)
+        place = self._place(found.order)
         return found if not place or self._rows[place - 1].order <= lower else None
 
-    def _ahead(self, rank: int, within: tuple[float, float], news: Sequence[PanelPiece], index: int) -> float:
+    def _ahead(self, rank: int, lower: float, upper: float, following: Sequence[tuple[int, str]]) -> float:
         """Return before which row a line belongs that only this rank has: its next shared line.
 
         That could not be shared otherwise; only close to the end, where the reader looks.
         """
-        lower, upper = within
         if len(self._rows) >= _NEAR_ROWS:
             lower = max(lower, self._rows[-_NEAR_ROWS].order)
-        for piece in news[index + 1 : index + _NEXT_PIECES]:
-            row = self._find(piece, rank, lower, upper) if text_of(piece).strip() else None
+        for _, piece in following:
+            row = None if _is_blank(piece) else self._find(piece, rank, lower, upper)
             if row is not None:
                 return row.order
         return upper
@@ -226,7 +224,7 @@ class PanelLog:
             self._leave(row, rank)
         self._rows = [row for row in self._rows if not row.gone]
 
-    def _insert(self, piece: PanelPiece, place: int) -> _Row:
+    def _insert(self, piece: str, place: int) -> _Row:
         rows = self._rows
         before = rows[place - 1].order if place else (rows[0].order - 2 if rows else 0.0)
         after = rows[place].order if place < len(rows) else before + 2
@@ -251,7 +249,7 @@ class PanelLog:
         if row.ranks:
             self._changed[row.number] = row
         else:
-            del self._rows[self._place(row)]
+            del self._rows[self._place(row.order)]
             self._forget(row)
 
     def _forget(self, row: _Row) -> None:
@@ -271,17 +269,8 @@ class PanelLog:
         if not rows:
             self._by_piece.pop(row.piece, None)
 
-    def _place(self, row: _Row) -> int:
-        return bisect_left(self._rows, row.order, key=_order)
-
-    def _below(self, order: float) -> int:
-        return len(self._rows) if order == inf else bisect_left(self._rows, order, key=_order)
-
-    @staticmethod
-    def _trim_rank(known: _RankRows) -> None:
-        for number in known.numbers[: max(len(known.numbers) - KEPT, 0)]:
-            del known.rows[number]
-        del known.numbers[: max(len(known.numbers) - KEPT, 0)]
+    def _place(self, order: float) -> int:
+        return bisect_left(self._rows, order, key=_order)
 
 
 def _bounds(known: _RankRows, number: int) -> tuple[float, float]:
@@ -296,46 +285,9 @@ def _bounds(known: _RankRows, number: int) -> tuple[float, float]:
     return known.reached if is_last and number != known.first else -inf, upper
 
 
+def _is_blank(piece: str) -> bool:
+    return _BLANK.fullmatch(piece) is not None
+
+
 def _message(row: _Row, names: str | None, content: str | None) -> list[object]:
     return [row.number, names, content, None, 1] if row.missing else [row.number, names, content, None]
-
-
-def text_of(piece: PanelPiece) -> str:
-    """Return the text of a line; of a display what it is in words, or what kind it is."""
-    match piece:
-        case str():
-            return piece
-        case ("image", _, _, text, *_):
-            return str(text)
-        case (str(kind), *_, text):
-            return str(text) or kind
-        case (_, str(text)):
-            return text
-        case (_, tuple(runs)):
-            return "".join(text for _, text in runs)
-    return ""
-
-
-def drawn(piece: PanelPiece) -> str:
-    """Return a piece as HTML, as the saved notebook draws it; HTML of a rank comes into a frame."""
-    match piece:
-        case str():
-            return escaped(piece)
-        case ("html", str(content), _):
-            return frame(content)
-        case ("image", *parts):
-            return image(*map(str, parts))
-        case ("waiting", _):
-            return "<em>… a display that is on its way …</em>"
-        case (str(), *_, str(text)):
-            return escaped(text)
-        case (stream, str(text)):
-            return _line(Line(((PLAIN, text),), Stream.STDERR if stream else Stream.STDOUT))
-        case (stream, runs):
-            return _line(Line(runs, Stream.STDERR if stream else Stream.STDOUT))  # type: ignore[arg-type]
-    return ""
-
-
-def _line(line: Line) -> str:
-    # The panel has a style sheet: what stands in each line of a progress bar is short.
-    return line_html(line).replace(f'style="{STDERR}"', 'class="nblaunch-stderr"')

@@ -1,31 +1,49 @@
-"""Output as the panel gets it: numbered lines and displays, new or changed, no more than a page can take."""
+"""Output as the panel gets it: numbered lines and displays, new or changed, no more than a page can take.
+
+A piece is a line or a display as HTML, in which all that a rank wrote is escaped.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import NotRequired, TypedDict
 
+from nblaunch._budget import fair_limit
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
-from nblaunch.view.budget import fair_limit
+from nblaunch.view.html import STDERR, line_html
 from nblaunch.view.mime import live
 from nblaunch.view.output import latest
 from nblaunch.view.screen import PLAIN, WIDEST, Line, LiveScreen, OpenLine
 
 KEPT = 500
 """Pieces of a rank that the page keeps."""
+READ_CHARACTERS = 20_000
+"""Text of all ranks together that is drawn in one tick; of more only the end."""
+SENT_CHARACTERS = 16_000
+"""Lines of all ranks together that are sent in one tick, after a while without any."""
+LINES_PER_SECOND = 20_000
+"""Characters of lines, when ranks print without a pause: no reader follows more."""
+_RATE = 300_000
+_BURST = 600_000
+_LARGEST = 2_000_000
 _MOST_RUNS = 200
 _OVERHEAD = 12
 _LEAST = 300
-_ROW_COST = 20
+_ROW_COST = 30
 
-WAITING = ("waiting", "")
-PanelPiece = str | tuple[object, ...]
-"""What the page draws. A string is a line of plain text on stdout; `(stream, text)` and
-`(stream, ((style, text), ...))` are other lines, stream 1 being stderr; a display begins with its kind."""
+WAITING = "<em>… a display that is on its way …</em>"
+
+
+@dataclass(slots=True)
+class RankNews:
+    """New pieces of a rank, by number; with `clear` all earlier ones go, and this is the next number."""
+
+    sent: list[tuple[int, str]] = field(default_factory=list)
+    clear: int | None = None
 
 
 class Tail:
@@ -36,7 +54,7 @@ class Tail:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[int, PanelPiece] = {}
+        self.kept: dict[int, str] = {}
         self.base = 0
         self.seen: Transcript | None = None
         self.served = 0.0
@@ -45,13 +63,10 @@ class Tail:
         self._displays: dict[int, Display] = {}
         self._waiting: dict[int, Display] = {}
         self._changed: dict[int, OpenLine] = {}
-        self._read = 0
+        self.read_to = 0
+        """How far the transcript has been read, in characters."""
         self._lines = 0
         self._clears = 0
-
-    def unread(self, transcript: Transcript) -> int:
-        """Return how much there is to read, in characters."""
-        return transcript.written - self._read
 
     def read(self, transcript: Transcript, room: int) -> bool:
         """Read the new output, the last `room` characters of it; return whether it began with a clear."""
@@ -59,8 +74,8 @@ class Tail:
         cleared = transcript.clears != self._clears
         if cleared:
             self._restart(transcript)
-        found = _news(transcript, transcript.written - self._read, room)
-        self._read = transcript.written
+        found = _news(transcript, transcript.written - self.read_to, room)
+        self.read_to = transcript.written
         lines = sum(entry.text.count("\n") for entry in found if isinstance(entry, Text))
         skipped = max(transcript.lines - self._lines - lines, 0)
         self._lines = transcript.lines
@@ -82,11 +97,10 @@ class Tail:
         return cleared
 
     def cost(self) -> int:
-        """Return what it costs to send all lines that changed, in characters."""
         return sum(len(row.text) + _OVERHEAD for row in self._changed.values())
 
-    def lines(self, room: int) -> Iterator[tuple[int, PanelPiece]]:
-        """Yield the lines that changed, as many of the latest as `room` allows; the others are left out.
+    def lines(self, room: int) -> list[tuple[int, str]]:
+        """Return the lines that changed, as many of the latest as `room` allows; the others are left out.
 
         Lines that the page has in an older state come first: none of these is left out for good. Then the
         last line of each stream: a progress bar beside thousands of lines.
@@ -94,47 +108,46 @@ class Tail:
         changed, self._changed = self._changed, {}
         known = [number for number in changed if number in self.kept]
         last = {changed[number].stream: number for number in sorted(changed)}.values()
-        sent: list[tuple[int, PanelPiece]] = []
+        sent: list[tuple[int, str]] = []
         for place, number in enumerate(dict.fromkeys(chain(known, last, reversed(changed)))):
             if room <= 0:
                 self._changed = {number: changed[number] for number in known[place:]}
                 break
-            piece = _rendered(changed[number])
+            piece = _drawn(changed[number])
             if self.kept.get(number) != piece:
                 room -= len(changed[number].text) + _OVERHEAD
                 sent.append((number, piece))
         self._keep(sent)
-        yield from sorted(sent, key=lambda each: each[0])
+        return sorted(sent)
 
-    def displays(self, room: int, first: int) -> Iterator[tuple[int, PanelPiece, int]]:
-        """Yield displays that have not been sent, with their costs, as long as `room` allows.
+    def displays(self, room: int, first: int) -> Iterator[tuple[int, str]]:
+        """Yield displays that have not been sent, as long as `room` allows.
 
         The first one may cost `first`. For one that has to wait, a note is sent once.
         """
         for number, display in list(self._waiting.items()):
-            piece, cost = live(display)
+            piece = live(display)
             limit, first = max(room, first), 0
-            if cost > limit:
+            if len(piece) > limit:
                 room = 0
                 if number not in self.kept:
                     self._keep([(number, WAITING)])
-                    yield number, WAITING, 0
+                    yield number, WAITING
                 continue
-            room -= cost
+            room -= len(piece)
             del self._waiting[number]
             self._keep([(number, piece)])
-            yield number, piece, cost
+            yield number, piece
 
     @property
     def busy(self) -> bool:
-        """Whether something waits to be sent."""
         return bool(self._changed or self._waiting)
 
     def _restart(self, transcript: Transcript) -> None:
         entries = transcript.entries
         texts = [entry.text for entry in entries if isinstance(entry, Text)]
         displays = len(entries) - len(texts) + transcript.omitted_displays
-        self._read = transcript.written - transcript.omitted - displays - sum(map(len, texts))
+        self.read_to = transcript.written - transcript.omitted - displays - sum(map(len, texts))
         self._lines = transcript.lines - transcript.omitted_lines - sum(text.count("\n") for text in texts)
         self._clears = transcript.clears
         self._screen.clear()
@@ -149,7 +162,7 @@ class Tail:
             if display.display_id is not None and update is not display:
                 self._displays[number] = self._waiting[number] = update
 
-    def _keep(self, sent: list[tuple[int, PanelPiece]]) -> None:
+    def _keep(self, sent: list[tuple[int, str]]) -> None:
         self.kept.update(sent)
         if len(self.kept) > KEPT * 5 // 4:
             self.kept = {number: self.kept[number] for number in sorted(self.kept)[-KEPT:]}
@@ -195,61 +208,15 @@ def _broken(found: list[Entry]) -> list[Stream]:
     return [stream for stream, text in first.items() if not text.startswith("\r")]
 
 
-def _rendered(row: OpenLine) -> PanelPiece:
-    if row.styles is None:
-        text = f"{row.text} …" if len(row.text) >= WIDEST else row.text
-        return _plain_piece(row.stream, text)
-    return piece_of(row.line())
-
-
-def piece_of(line: Line) -> PanelPiece:
-    """Return a line as the page draws it; one that is coloured character by character loses its colours."""
-    if len(line.runs) > _MOST_RUNS or all(style == PLAIN for style, _ in line.runs):
-        return _plain_piece(line.stream, line.text)
-    return (int(line.stream is Stream.STDERR), line.runs)
-
-
-def _plain_piece(stream: Stream, text: str) -> PanelPiece:
-    return (1, text) if stream is Stream.STDERR else text
-
-
-def size_of_piece(piece: object) -> int:
-    """Return about how many bytes it takes to send a piece."""
-    if isinstance(piece, str):
-        return len(piece) + _OVERHEAD
-    return sum(map(size_of_piece, piece)) if isinstance(piece, tuple) else 1
-
-
-# The output of all ranks, as it is sent to the panel: what is new, and no more of it than a page can take.
-
-
-READ_CHARACTERS = 20_000
-"""Text of all ranks together that is drawn in one tick; of more only the end."""
-SENT_CHARACTERS = 16_000
-"""Lines of all ranks together that are sent in one tick, after a while without any."""
-LINES_PER_SECOND = 20_000
-"""Characters of lines, when ranks print without a pause: no reader follows more."""
-_RATE = 300_000
-_BURST = 600_000
-_LARGEST = 2_000_000
-
-
-class Lines(TypedDict):
-    """News of one rank: `sent` are number, index in the pieces, number, index, ...
-
-    With `clear`, all earlier pieces go, and `clear` is the number of the first piece from now on.
-    """
-
-    sent: list[int]
-    clear: NotRequired[int]
-
-
-class News(TypedDict):
-    """What ranks have written since the last tick; equal pieces are sent once."""
-
-    attempt: int
-    pieces: list[PanelPiece]
-    tails: dict[str, Lines]
+def _drawn(row: OpenLine) -> str:
+    """Return a line as the saved notebook draws it; one coloured character by character loses its colours."""
+    line = row.line()
+    if row.styles is None and len(row.text) >= WIDEST:
+        line = Line(((PLAIN, f"{row.text} …"),), row.stream)
+    elif len(line.runs) > _MOST_RUNS:
+        line = Line(((PLAIN, line.text),), row.stream)
+    # The panel has a style sheet: what stands in each line of a progress bar is short.
+    return line_html(line).replace(f'style="{STDERR}"', 'class="nblaunch-stderr"')
 
 
 class Feed:
@@ -269,13 +236,13 @@ class Feed:
         self._room = float(SENT_CHARACTERS)
         self._filled: float | None = None
 
-    def news(self, state: RunState, now: float) -> News | None:
-        """Return what is new, or None; `now` is in seconds."""
+    def news(self, state: RunState, now: float) -> Mapping[int, RankNews]:
+        """Return the new pieces by rank; `now` is in seconds."""
         if state.attempt.number != self._attempt:
             self._attempt, self._tails = state.attempt.number, {}
-        batch = _Batch(self._attempt)
+        news: dict[int, RankNews] = defaultdict(RankNews)
         for rank, tail in self._read(state).items():
-            batch.lines(rank)["clear"] = tail.base
+            news[rank].clear = tail.base
         passed = 0.0 if self._filled is None else now - self._filled
         self._allowance = min(self._allowance + _RATE * passed, _BURST)
         self._room = min(self._room + LINES_PER_SECOND * passed, SENT_CHARACTERS)
@@ -286,59 +253,40 @@ class Feed:
         room = int(max(self._room, 0))
         costs = (tail.cost() for _, tail in turns[: max(room // _LEAST, 1)])
         limit = max(fair_limit(costs, room), _LEAST)
-        paid: set[tuple[PanelPiece, int]] = set()
+        paid: set[tuple[str, int]] = set()
         for rank, tail in turns:
             if self._room <= 0 and paid:
                 break
             tail.served = now
-            counts: Counter[PanelPiece] = Counter()
+            counts: Counter[str] = Counter()
             for number, piece in tail.lines(limit):
-                batch.add(rank, number, piece)
+                news[rank].sent.append((number, piece))
                 counts[piece] += 1
                 if (piece, counts[piece]) not in paid:
                     paid.add((piece, counts[piece]))
-                    self._room -= size_of_piece(piece) + _ROW_COST
+                    self._room -= len(piece) + _ROW_COST
+        sent: set[str] = set()
         for rank, tail in busy.items():
             # After a while without any, one of any size.
             first = _LARGEST if self._allowance >= _BURST else 0
-            for number, piece, cost in tail.displays(int(self._allowance), first):
+            for number, piece in tail.displays(int(self._allowance), first):
+                news[rank].sent.append((number, piece))
                 # A display that many ranks share is sent once.
-                self._allowance -= cost if batch.add(rank, number, piece) else 0
+                self._allowance -= 0 if piece in sent else len(piece)
+                sent.add(piece)
         self.busy = any(tail.busy for tail in busy.values())
-        return batch.news if batch.news["tails"] else None
+        return news
 
     def _read(self, state: RunState) -> dict[int, Tail]:
         """Read what is new; return the tails that were cleared."""
         waiting: dict[int, int] = {}
         for rank, known in state.ranks.items():
-            if rank not in self._tails:
-                self._tails[rank] = Tail()
-            tail = self._tails[rank]
+            tail = self._tails.setdefault(rank, Tail())
             if tail.seen is not known.transcript:
-                waiting[rank] = tail.unread(known.transcript)
+                waiting[rank] = known.transcript.written - tail.read_to
         limit = max(fair_limit(waiting.values(), READ_CHARACTERS), _LEAST)
         return {
             rank: self._tails[rank]
             for rank in waiting
             if self._tails[rank].read(state.ranks[rank].transcript, limit)
         }
-
-
-class _Batch:
-    """Collects pieces into `news`, each of them once."""
-
-    def __init__(self, attempt: int) -> None:
-        self.news = News(attempt=attempt, pieces=[], tails={})
-        self._places: dict[PanelPiece, int] = {}
-
-    def lines(self, rank: int) -> Lines:
-        return self.news["tails"].setdefault(str(rank), Lines(sent=[]))
-
-    def add(self, rank: int, number: int, piece: PanelPiece) -> bool:
-        """Add a piece of a rank; return whether it is the first of its kind."""
-        first = piece not in self._places
-        if first:
-            self._places[piece] = len(self._places)
-            self.news["pieces"].append(piece)
-        self.lines(rank)["sent"] += (number, self._places[piece])
-        return first

@@ -7,6 +7,7 @@ what its reader does: what is chosen, unfolded, focused.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -14,18 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NotRequired, TypedDict
 
+from nblaunch._budget import clipped, cost_of_text, shortened
 from nblaunch._results import nodes_line, time_is_short
 from nblaunch.diagnose.failures import blame
 from nblaunch.insight import charts
 from nblaunch.insight.curves import Curve, Curves, curve_lines
 from nblaunch.insight.markup import ICONS, escaped, pre
 from nblaunch.protocol.reports import by_host, format_ranks, plural, size
-from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
+from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.view import html, summary
 from nblaunch.view.alike import label, sizes
-from nblaunch.view.budget import clipped, cost_of_text, shortened
 from nblaunch.view.mime import frame
-from nblaunch.view.output import last_line
 from nblaunch.view.panel_log import LogNews, PanelLog
 from nblaunch.view.panel_output import Feed
 from nblaunch.view.screen import plain
@@ -44,8 +44,6 @@ _RICH_VALUE_COST = 40_000
 _VALUE_COST = 4_000
 _READ_CHARACTERS = 20_000
 _FAILURE_COST = 600
-_LINES = 200
-_LINE_COST = 400
 STRAGGLER = "⚠"
 
 SILENT_SECONDS = 10.0
@@ -69,7 +67,6 @@ class Stragglers:
         self._most_finished: float | None = None
 
     def marks(self, state: RunState, now: float) -> dict[int, str]:
-        """Return why ranks count as stragglers; `now` is in seconds."""
         if state.attempt.number != self._attempt:
             self._attempt, self._written, self._begun = state.attempt.number, {}, {}
             self._most_finished = None
@@ -128,7 +125,6 @@ def _running(state: RunState) -> list[int]:
 
 
 def state_word(state: State, phase: str = "") -> str:
-    """Return a state as a sign and a word, in its colour."""
     word = f"{state} ({phase})" if state is State.STARTING and phase else f"{state}"
     return (
         f'<span class="nblaunch-state nblaunch-{state}">'
@@ -137,7 +133,7 @@ def state_word(state: State, phase: str = "") -> str:
 
 
 def short_host(host: str) -> str:
-    """Return what tells a host apart: not its domain, and the end of a long name.
+    """Return a short name of a host: without its domain, only the end of a long one.
 
     >>> short_host("gpu-node-001.cluster.example.org"), short_host("a-very-long-name-of-a-host-17")
     ('gpu-node-001', '…name-of-a-host-17')
@@ -198,14 +194,13 @@ class RankNotes:
 
 
 def _appearance(known: RankState) -> tuple[object, ...]:
-    """Return what of a rank is drawn."""
     used = (known.usage, known.used, known.peak_gpu_memory)
     value = (known.value_text, known.value_html)
     return known.state, known.phase, known.device, known.pid, *value, *used
 
 
 def _card(known: RankState, ranks: RankNotes) -> str:
-    """Return what a rank's card has, but for what it uses and what it printed."""
+    """Return a rank's card without its usage and its output."""
     full = plain(ranks.hosts.get(known.rank, ""))
     host, device = short_host(full), plain(known.device or "")
     pid = "" if known.pid is None else f"pid {known.pid}"
@@ -241,7 +236,7 @@ _USAGE: tuple[tuple[str, Callable[[RankState], float | None]], ...] = (
 
 
 def usage_of(ranks: Sequence[RankState]) -> str:
-    """Return what ranks use, as ranges where they differ: `CPU 88-96 % · 231-240 MiB`."""
+    """Return the usage of some ranks, as ranges where they differ: `CPU 88-96 % · 231-240 MiB`."""
     parts: list[str] = []
     for name, figure in _USAGE:
         running = (known for known in ranks if "peak" in name or not known.state.final)
@@ -261,12 +256,11 @@ def usage_of(ranks: Sequence[RankState]) -> str:
 
 # Many ranks: a row for those that are alike, and a map with a cell for each.
 
-_ORDER = (State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED, State.RUNNING, State.STARTING, State.INIT)
+_ORDER = (
+    *(State.FAILED, State.LOST, State.STOPPED, State.PREEMPTED),
+    *(State.RUNNING, State.STARTING, State.INIT, State.SUCCEEDED),
+)
 _SPOKEN = 40
-
-
-def _usage_of_rank(known: RankState) -> str:
-    return escaped(usage_of([known]))
 
 
 def groups_of(ranks: RankNotes) -> dict[tuple[object, ...], list[RankState]]:
@@ -278,9 +272,8 @@ def groups_of(ranks: RankNotes) -> dict[tuple[object, ...], list[RankState]]:
         groups.setdefault((known.state, ranks.why.get(rank, ""), mark), []).append(known)
 
     def place(group: tuple[tuple[object, ...], list[RankState]]) -> tuple[int, bool, int]:
-        (state, why, _), (first, *_) = group
-        order = _ORDER.index(state) if isinstance(state, State) and state in _ORDER else len(_ORDER)
-        return order, str(why).startswith("consequence"), first.rank
+        (_, why, _), (first, *_) = group
+        return _ORDER.index(first.state), str(why).startswith("consequence"), first.rank
 
     return dict(sorted(groups.items(), key=place))
 
@@ -321,7 +314,10 @@ def _alike(keys: Iterable[str]) -> str:
 def _map(hosts: Mapping[str, Sequence[int]], count: int) -> str:
     """Return the map, a row for each host; a dense one says once what the hosts' names begin with."""
     names = [short_host(name) for name in hosts if name]
-    skipped = _common_start(names) if count > _DENSE and len(names) > 1 else ""
+    skipped = ""
+    if count > _DENSE and len(names) > 1:
+        # A number stays whole.
+        skipped = os.path.commonprefix(names).rstrip("0123456789")  # noqa: RUF071 - no paths
     kinds = [
         "nblaunch-map",
         "nblaunch-numbered" if count <= _NUMBERED else "",
@@ -346,17 +342,6 @@ def _map(hosts: Mapping[str, Sequence[int]], count: int) -> str:
     )
 
 
-def _common_start(names: Sequence[str]) -> str:
-    """Return what all of these begin with; a number stays whole.
-
-    >>> _common_start(["gpu-node-017", "gpu-node-018"])
-    'gpu-node-'
-    """
-    low, high = min(names), max(names)
-    same = next((at for at, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    return low[:same].rstrip("0123456789")
-
-
 def _cells(numbers: Iterable[int], ranks: RankNotes, *, numbered: bool) -> str:
     cells = []
     for rank in numbers:
@@ -371,7 +356,7 @@ def _cells(numbers: Iterable[int], ranks: RankNotes, *, numbered: bool) -> str:
     return "".join(cells)
 
 
-# The head, what failed, and the attempts before.
+# The head, and what failed.
 
 
 def _head(state: RunState, header: summary.Header) -> str:
@@ -411,9 +396,8 @@ def _head(state: RunState, header: summary.Header) -> str:
 
 
 def _counts(state: RunState) -> str:
-    order = (*_ORDER, State.SUCCEEDED)
     states = [known.state for known in state.ranks.values()]
-    counts = [(word, states.count(word)) for word in order if word in states]
+    counts = [(word, states.count(word)) for word in _ORDER if word in states]
     told = ", ".join(f"{count} {word}" for word, count in counts)
     bar = "".join(
         f'<span class="nblaunch-part nblaunch-{word}" style="flex-grow:{count}"></span>'
@@ -433,53 +417,11 @@ def _counts(state: RunState) -> str:
     )
 
 
-def _failure(state: RunState) -> str:
-    found = blame(state.ranks)
-    return "".join((*html.failures(found, live=True), *map(html.note, summary.warning_lines(state))))
-
-
-def _tabs(state: RunState) -> str:
-    """Return a tab for each attempt, the present one last, and what the earlier ones were; empty without."""
-    shown, left_out = summary.earlier_attempts(state)
-    if not shown:
-        return ""
-    names = {each.number: f"attempt {each.number}" for each in shown}
-    tab = '<button type="button" class="nblaunch-tab" role="tab" data-act="tab"'
-    tabs = "".join(f'{tab} data-attempt="{number}">{name}</button>' for number, name in names.items())
-    hint = f'<span class="nblaunch-hint">{left_out}</span>' if left_out else ""
-    panels = "".join(
-        f'<div class="nblaunch-past" role="tabpanel" tabindex="0" aria-label="{names[attempt.number]}" '
-        f'data-attempt="{attempt.number}">{_past(attempt)}</div>'
-        for attempt in shown
-    )
-    return (
-        f'<div class="nblaunch-tabs" role="tablist" aria-label="Attempts">{hint}{tabs}'
-        f"{tab}>attempt {shown[-1].number + 1}, now</button></div>{panels}"
-    )
-
-
-def _past(attempt: AttemptState) -> str:
-    found = blame(attempt.ranks)
-    lines = []
-    for rank, known in sorted(attempt.ranks.items()):
-        last = last_line(known.transcript)
-        lines += [f"rank {rank}, last output: {clipped(last, _LINE_COST)}"] if last else []
-    seconds = f" after {attempt.ended - attempt.started:.1f} s" if attempt.ended is not None else ""
-    more = [f"… {len(lines) - _LINES} more lines …"] if len(lines) > _LINES else []
-    return "".join(
-        (
-            html.note(f"{summary.attempt_line(attempt, found)}{seconds}"),
-            *html.failures(found, live=True),
-            pre(escaped("\n".join([*lines[:_LINES], *more]))) if lines else "",
-        )
-    )
-
-
 # The parts, and what of them is sent.
 
 
 class Parts:
-    """The parts that the page has, and those that have changed: drawn when there is room to send them.
+    """The parts of the page, and changed parts that are drawn once there is room to send them.
 
     What matters first is sent first, of the rest what has waited longest.
     """
@@ -494,15 +436,13 @@ class Parts:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits for room."""
         return bool(self._waiting)
 
     def change(self, key: str, draw: Callable[[], str], *, urgent: bool = False) -> None:
-        """Have a part drawn anew; an urgent one is sent at once."""
+        """Mark a part as changed; an urgent one is sent at once."""
         (self._urgent if urgent else self._waiting)[key] = draw
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forget parts."""
         for key in keys:
             self._waiting.pop(key, None)
             if self.shown.pop(key, None) is not None:
@@ -513,7 +453,7 @@ class Parts:
         self._room -= size
 
     def send(self, now: float) -> dict[str, str | None]:
-        """Return what has changed, by key, as far as there is room; None for a part that is gone."""
+        """Return the changed parts by key, as far as there is room; None for a part that is gone."""
         if self._filled is not None:
             self._room = min(self._room + BYTES_PER_SECOND * (now - self._filled), _BURST)
         self._filled = now
@@ -567,10 +507,12 @@ class Drawing:
         self._header, self._opened = header, opened
         self._parts, self._ranks, self._feed, self._log = Parts(), RankNotes(), Feed(), PanelLog()
         self._curves = Curves()
-        self._by_rank = False
+        self._by_rank = self._ways_changed = False
         self._curves_due = self._due = 0.0
         self._curve_numbers: dict[str, int] = {}
         self._troubled: tuple[object, ...] = ()
+        self._earlier: dict[int, str] = {}
+        """Attempts before this one, by number: they do not change any more, and may hold a megabyte."""
         self._values: dict[str, int] = {}
         self._groups: dict[tuple[object, ...], int] = {}
         self._hosts: dict[str, list[int]] = {}
@@ -580,7 +522,7 @@ class Drawing:
         self._lock = threading.Lock()
 
     def changes(self, state: RunState, now: float) -> Delta | None:
-        """Return what has changed since the last call, or None."""
+        """Return the changes since the last call, or None."""
         with self._lock:
             busy = self._feed.busy or self._parts.busy
             if state is self._seen and now < self._due and not busy:
@@ -589,7 +531,7 @@ class Drawing:
                 self._note_changes(state, now)
                 self._seen, self._due = state, now + _POLL_SECONDS
             news = self._feed.news(state, now)
-            log = None if news is None else self._log.take(news)
+            log = self._log.take(state.attempt.number, news) if news else None
             if log is not None:
                 self._parts.charge(sum(len(str(row[2] or "")) + _ROW_COST for row in log["rows"]))
             parts = self._parts.send(now)
@@ -599,7 +541,6 @@ class Drawing:
             return Delta(sequence=self._sequence, parts=parts, log=log)
 
     def whole(self, now: float) -> Snapshot:
-        """Return everything."""
         with self._lock:
             return Snapshot(
                 sequence=self._sequence,
@@ -609,16 +550,14 @@ class Drawing:
             )
 
     def curves(self, state: RunState) -> Curves:
-        """Return what ranks have logged up to this state."""
+        """Return the logged numbers up to this state."""
         with self._lock:
             self._curves.update(state.metrics)
             return self._curves
 
     def draw_each_rank(self, *, wanted: bool) -> None:
         """Draw a line for each rank, or only for those that are apart; for any thread."""
-        self._by_rank, self._curves_due = wanted, 0.0
-        for curve in self._curves.curves.values():
-            curve.redrawn = True
+        self._by_rank, self._curves_due, self._ways_changed = wanted, 0.0, True
 
     def _note_changes(self, state: RunState, now: float) -> None:
         parts = self._parts
@@ -626,7 +565,6 @@ class Drawing:
         if changed or state.engine is not None or self._seen is None or len(state.ranks) <= _CARDS:
             parts.change("head", lambda: _head(state, self._header), urgent=True)
         troubled = (
-            state.earlier,
             state.hang,
             state.preempted,
             state.notices,
@@ -638,13 +576,26 @@ class Drawing:
         )
         if troubled != self._troubled:
             self._troubled = troubled
-            parts.change("failure", lambda: _failure(state), urgent=True)
+            shown = (
+                *html.failures(blame(state.ranks), live=True),
+                *map(html.note, summary.warning_lines(state)),
+            )
+            parts.change("failure", lambda: "".join(shown), urgent=True)
             parts.change("hang", lambda: "".join(html.hang(state)), urgent=True)
-            parts.change("tabs", lambda: _tabs(state), urgent=True)
+        if state.earlier and state.earlier[-1].number not in self._earlier:
+            self._note_attempts(state)
         if not state.awaits_nodes:
             self._note_ranks(state, changed)
             self._note_values(state, changed)
         self._note_curves(state, now)
+
+    def _note_attempts(self, state: RunState) -> None:
+        shown, left_out = summary.earlier_attempts(state)
+        for each in shown:
+            if each.number not in self._earlier:
+                self._earlier[each.number] = html.attempt_before(each, summary.ATTEMPTS_SHOWN, live=True)
+        drawn = "".join(self._earlier[each.number] for each in shown)
+        self._parts.change("attempts", lambda: (html.note(left_out) if left_out else "") + drawn, urgent=True)
 
     def _note_ranks(self, state: RunState, changed: set[int]) -> None:
         parts, ranks = self._parts, self._ranks
@@ -653,7 +604,7 @@ class Drawing:
         for rank in changed:
             known = state.ranks[rank]
             parts.change(f"r{rank}", partial(_card, known, ranks))
-            parts.change(f"u{rank}", partial(_usage_of_rank, known))
+            parts.change(f"u{rank}", partial(usage_of, [known]))
         if len(state.ranks) <= _CARDS:
             cards = ",".join(map(str, sorted(state.ranks)))
             parts.change("ranks", lambda: f'<div class="nblaunch-cards" data-own data-ranks="{cards}"></div>')
@@ -696,7 +647,7 @@ class Drawing:
             parts.change(key, partial(_group, known, self._ranks), urgent=True)
 
     def _note_values(self, state: RunState, changed: set[int]) -> None:
-        """Draw the values when one is new: those that differ, and those that are more than a short text."""
+        """Draw the values when one is new."""
         if not any(state.ranks[rank].value_text or state.ranks[rank].value_html for rank in changed):
             return
         values = {
@@ -721,10 +672,9 @@ class Drawing:
         if not state.metrics or now < self._curves_due:
             return
         self._curves_due = now + _CURVE_SECONDS
-        if not self._curves.update(state.metrics) and not any(
-            curve.redrawn for curve in self._curves.curves.values()
-        ):
+        if not self._curves.update(state.metrics) and not self._ways_changed:
             return
+        self._ways_changed = False
         shown = self._curves.shown()
         if not shown:
             return
@@ -742,8 +692,6 @@ class Drawing:
         words = plain("\n".join(curve_lines(self._curves)))
         self._parts.change("words", lambda: pre(escaped(words)))
         self._parts.change("curves", lambda: _curves_shell(shown, numbers, ranks), urgent=True)
-        for curve in self._curves.curves.values():
-            curve.seen()
 
 
 def _curves_shell(shown: Sequence[Curve], numbers: Mapping[str, int], ranks: int) -> str:

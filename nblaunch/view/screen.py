@@ -48,7 +48,6 @@ class Line:
 
     @property
     def text(self) -> str:
-        """Return the line without its styles."""
         return "".join(text for _, text in self.runs)
 
 
@@ -89,7 +88,6 @@ class OpenLine:
             del self.styles[kept:]
 
     def line(self) -> Line:
-        """Return the line as it is now."""
         if self.styles is None:
             return Line(((PLAIN, self.text),) if self.text else (), self.stream)
         runs: list[tuple[int, str]] = []
@@ -112,7 +110,6 @@ class Cursor:
     style: int = PLAIN
 
     def newline(self) -> None:
-        """Go to the beginning of the next row."""
         self.row, self.column = self.row + 1, 0
 
 
@@ -129,7 +126,6 @@ class Screen:
         self._made = 0
 
     def write(self, stream: Stream, text: str) -> None:
-        """Draw `text`."""
         cursor = self.cursor(stream)
         if not _CONTROL.search(text) and cursor.style == PLAIN:
             self._write_plain(cursor, text)
@@ -162,11 +158,9 @@ class Screen:
                 self._put(cursor, line)
 
     def cursor(self, stream: Stream) -> Cursor:
-        """Return where a stream writes next."""
         return self._cursors.setdefault(stream, Cursor(stream))
 
     def lines(self) -> list[Line]:
-        """Return the lines so far, the unfinished ones too."""
         return [row.line() for row in self._rows]
 
     def _row(self, cursor: Cursor) -> OpenLine:
@@ -281,7 +275,6 @@ def plain(text: str) -> str:
 
 
 def colored(text: str) -> list[Line]:
-    """Return `text` as lines with their colours."""
     screen = Screen()
     screen.write(Stream.STDOUT, text)
     return screen.lines()
@@ -305,11 +298,9 @@ class LiveScreen(Screen):
 
     @property
     def next_number(self) -> int:
-        """Return the number that the next line will have."""
         return self._made
 
     def write(self, stream: Stream, text: str) -> None:
-        """Draw `text`."""
         super().write(stream, text)
         if len(self._rows) > 2 * _REACHABLE:
             self._forget()
@@ -332,7 +323,6 @@ class LiveScreen(Screen):
         return self._made - 1
 
     def clear(self) -> None:
-        """Forget all lines."""
         self._rows, self._cursors, self._touched = [], {}, {}
 
     def _forget(self) -> None:

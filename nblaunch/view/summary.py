@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nblaunch._budget import shortened
 from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
 from nblaunch.protocol.client import Event
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
 from nblaunch.protocol.reports import HangReport, by_host, format_ranks, held_lines, plural, ranks_by_answer
 from nblaunch.protocol.state import AttemptState, RunState, hosts_of
 from nblaunch.view.alike import MOST_ROWS, named
-from nblaunch.view.budget import shortened
 from nblaunch.view.output import by_rank
 from nblaunch.view.screen import plain
 
@@ -51,7 +51,7 @@ REASON_COST = 1_500
 TRACEBACK_COST = 20_000
 TRACEBACKS = 4
 _READ_CHARACTERS = 8_000
-_ATTEMPTS_SHOWN = 10
+ATTEMPTS_SHOWN = 10
 _LONGEST_WHO = 200
 _HANG_LINES = 40
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
@@ -99,13 +99,12 @@ def others_lines(state: RunState, found: Blame) -> list[str]:
 
 
 def traceback_text(failure: FailureRecord) -> str:
-    """Return a traceback without what differs by machine or run: where Python is installed, ports."""
     text = without_ports(_PLACES.sub("…/", failure.traceback.rstrip("\n")))
     return _CELL_NUMBER.sub("Cell", _KERNEL_FILE.sub("ipykernel", text))
 
 
 def held_text(failure: FailureRecord) -> str:
-    """Return what a rank held that ran out of memory, a line for each part; empty for other failures."""
+    """Return the memory held by a rank that ran out of it, a line for each part; empty for other failures."""
     return _stable(shortened("\n".join(held_lines(failure.held)), TRACEBACK_COST))
 
 
@@ -116,14 +115,13 @@ def attempt_line(attempt: AttemptState, found: Blame) -> str:
 
 
 def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
-    """Return the latest attempts before this one, and a line about those that are left out."""
-    shown = list(state.earlier[-_ATTEMPTS_SHOWN:])
+    """Return the latest attempts before this one, and a note on omitted ones."""
+    shown = list(state.earlier[-ATTEMPTS_SHOWN:])
     left_out = len(state.earlier) - len(shown)
     return shown, f"… {left_out} attempts left out …" if left_out else ""
 
 
 def attempt_lines(state: RunState) -> list[str]:
-    """Return a line for each attempt before this one, the latest ten of them."""
     shown, left_out = earlier_attempts(state)
     lines = [attempt_line(attempt, blame(attempt.ranks)) for attempt in shown]
     return [left_out, *lines] if left_out else lines
@@ -139,7 +137,6 @@ class Place:
 
 
 def places(report: HangReport) -> list[Place]:
-    """Return where the ranks were, ranks with the same stack together."""
     found = []
     for group in report.groups:
         line = f"{report.named(group.ranks)} {_stable(group.headline)}"
@@ -176,7 +173,7 @@ def _stable(text: str) -> str:
 
 
 def waits(state: RunState) -> dict[int, str]:
-    """Return what each rank that the run waits for is doing, and since when it has been interrupted."""
+    """Return by rank, of ranks that the run waits for, their activity and the time since the interrupt."""
     if state.doing:
         return dict.fromkeys(sorted(state.ranks), state.doing)
     return {
@@ -187,7 +184,7 @@ def waits(state: RunState) -> dict[int, str]:
 
 
 def finishing(state: RunState) -> dict[int, str]:
-    """Return what each rank still does whose job is done."""
+    """Return by rank the activity after the end of its job."""
     return {
         rank: f"is finishing: {shortened(plain(known.finishing), REASON_COST)}"
         for rank, known in sorted(state.ranks.items())
@@ -219,7 +216,7 @@ def host_lines(state: RunState) -> list[str]:
 
 
 def headline(state: RunState, title: str, backend: str) -> str:
-    """Return what ran where: `cell · 8 ranks · gloo`; of nodes that are awaited, neither is known.
+    """Return title, ranks and backend: `cell · 8 ranks · gloo`; before the nodes have come, the title alone.
 
     >>> headline(RunState.fresh(2), "cell", "gloo")
     'cell · 2 ranks · gloo'

@@ -41,17 +41,14 @@ class Aside:
         self._before = before
 
     def write(self, text: str) -> int:
-        """Write `text` after `before()`."""
         self._before()
         return self._stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write `lines` after `before()`."""
         self._before()
         self._stream.writelines(lines)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the stream."""
         return getattr(self._stream, name)
 
 
@@ -95,7 +92,6 @@ class Held:
 
     @property
     def text(self) -> str:
-        """Return what is held, as a terminal shows it now."""
         return plain(self._text)
 
     def take(self, text: str) -> str | None:
@@ -186,7 +182,6 @@ class Terminal:
             self._print(lines, f"{_BELOW}{status}{_BACK}" if status else "")
 
     def close(self, state: RunState, ending: str) -> None:
-        """Print what has not been printed, and the ending."""
         if self._aside is not None:
             self._aside.end()
         self._print([*self._lines.take(state), *self._lines.rest(), ending], "")
@@ -241,7 +236,6 @@ def _width(stream: TextIO) -> int:
 
 
 def _within_columns(text: str, width: int) -> str:
-    """Return as much of `text` as fits in `width` columns."""
     for index, character in enumerate(text):
         width -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
         if width < 0:
@@ -280,7 +274,7 @@ class LiveLines:
 
     @property
     def unfinished(self) -> str:
-        """Return what the lowest rank is writing on, such as a progress bar; empty if none is."""
+        """Return the unfinished line of the lowest rank that has one, such as a progress bar; else empty."""
         for (rank, _), held in sorted(self._held.items()):
             lines = [line.strip() for line in held.text.split("\n")]
             if any(lines):
@@ -288,7 +282,6 @@ class LiveLines:
         return ""
 
     def rest(self) -> Iterator[str]:
-        """Yield the lines that have not ended yet."""
         for (rank, _), held in sorted(self._held.items()):
             if held.text.strip():
                 yield prefixed((rank,), held.text)

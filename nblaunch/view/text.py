@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
+from nblaunch._budget import cost_of_text, fair_limit, shortened
 from nblaunch.diagnose.failures import blame
 from nblaunch.insight.curves import Curves, curve_lines
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState
-from nblaunch.protocol.transcript import Display
 from nblaunch.view import summary
 from nblaunch.view.alike import beside, in_columns, named
-from nblaunch.view.budget import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import (
     Folded,
     Omission,
-    Written,
     by_rank,
-    display_rows,
     fit,
     folded,
     omission_text,
     only_errors,
+    only_text,
 )
 from nblaunch.view.screen import Line, plain
 
@@ -54,12 +51,12 @@ def render_text(
 
 
 def render_output(state: RunState) -> str:
-    """Return what the ranks wrote, as `render_text` has it above the ending; empty if they wrote nothing."""
+    """Return the output of the ranks, as `render_text` has it above the ending; empty without output."""
     return "\n".join(_output_lines(folded(state)))
 
 
 def render_ending(state: RunState, header: summary.Header) -> str:
-    """Return what `render_text` has below the output: what was logged, values and failures."""
+    """Return the part of `render_text` below the output: logged numbers, values and failures."""
     return "\n".join(list(_ending_lines(state)) or [_title(state, header)])
 
 
@@ -86,20 +83,13 @@ def labelled(label: str, text: str) -> str:
 
 
 def _output_lines(outputs: Sequence[Folded]) -> Iterator[str]:
-    only_text = [replace(each, rows=tuple(_in_text(each.rows))) for each in outputs]
-    for output in fit(only_text, TEXT_BUDGET, prefix=lambda _, ranks: len(format_ranks(ranks))):
+    for output in fit(only_text(outputs), TEXT_BUDGET, prefix=lambda _, ranks: len(format_ranks(ranks))):
         errors = only_errors(output)
         for ranks, item in ((row.ranks, row.item) for row in output.rows):
             if isinstance(item, Line):
                 yield prefixed(ranks, item.text)
             elif isinstance(item, Omission):
                 yield prefixed(ranks, omission_text(item, ranks[0], errors=ranks in errors))
-
-
-def _in_text(rows: Iterable[Written]) -> Iterator[Written]:
-    """Yield the rows, displays as lines."""
-    for row in rows:
-        yield from display_rows(row.item, row.ranks) if isinstance(row.item, Display) else [row]
 
 
 def _ending_lines(state: RunState, curves: Curves | None = None) -> Iterator[str]:

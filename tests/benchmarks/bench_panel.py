@@ -34,7 +34,7 @@ from nblaunch.view.display import choose_view
 from nblaunch.view.summary import Header
 
 def draw(ranks, line, lines, seconds):
-    view = choose_view(Header("cell", "gloo", node="host"), "widget")
+    view = choose_view(Header("cell", "gloo", node="host"))
     state = RunState.fresh(ranks)
     view.open(state)
     for rank in range(ranks):

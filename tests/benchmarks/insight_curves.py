@@ -78,7 +78,7 @@ def simulated(ranks: int, seconds: int, *, by_rank: bool) -> None:
     line(f"{ranks} ranks, {what}: kB/s to the browser", sent / seconds / 1000)
     line(f"{ranks} ranks, {what}: points missing of {points}", points - len(table(state.metrics)))
     began = time.thread_time()
-    bundle = html_and_text(state, Header("cell", "gloo"), drawing.curves(state))
+    bundle = html_and_text(state, Header("cell", "gloo"), curves=drawing.curves(state))
     line(f"{ranks} ranks, {what}: drawn at the end, s", time.thread_time() - began)
     line(f"{ranks} ranks, {what}: saved, kB", len(json.dumps(bundle)) / 1000)
     began = time.thread_time()

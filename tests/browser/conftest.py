@@ -195,13 +195,13 @@ def axe(front, axe_source):
     def check(part: Locator, least: int = 10) -> list[str]:
         # The body of a page of JupyterLab has no height: axe takes it that nothing in it is to be seen.
         part.evaluate("() => { document.body.style.overflow = 'visible'; }")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
+            part.scroll_into_view_if_needed()  # JupyterLab has scrolled since, to a cell that has grown
             found = part.evaluate("(element) => axe.run(element)")
             looked_at = {each["id"]: len(each["nodes"]) for each in found["passes"] + found["violations"]}
             if looked_at.get("color-contrast", 0) >= least or time.monotonic() > deadline:
                 break
-            part.scroll_into_view_if_needed()  # JupyterLab has scrolled since, to a cell that has grown
         assert looked_at.get("color-contrast", 0) >= least, f"most of it was not looked at: {looked_at}"
         return [
             f"{each['id']} ({each['impact']}): {node['html']}: {node['failureSummary']}"

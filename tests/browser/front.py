@@ -100,6 +100,10 @@ class Front:
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
         nbformat.write(nbformat.v4.new_notebook(metadata=kernel), self._server.files / path)
         self.open(path)
+        self.has_kernel()
+
+    def has_kernel(self) -> None:
+        """Wait until the page is connected to a kernel that is idle."""
         self.page.wait_for_function(_KERNEL_READY, timeout=PATIENCE_WITH_PAGES)
 
     @contextmanager
@@ -168,7 +172,7 @@ class Front:
         self.page.get_by_role("menuitem", name="Kernel", exact=True).click()
         self.page.get_by_role("menuitem", name=re.compile("^Restart Kernel…")).click()
         self.page.get_by_role("dialog").get_by_role("button", name="Confirm Kernel Restart").click()
-        self.page.wait_for_function(_KERNEL_READY, timeout=PATIENCE_WITH_PAGES)
+        self.has_kernel()
 
     def finished(self, timeout: float = 60_000) -> None:
         """Wait until the last cell has run, whatever came of it."""

@@ -34,6 +34,7 @@ def gate(front, gate, server, eventually):
     front.screenshot("end")
     gate.open_all()
     eventually(lambda: is_idle(server, path_of(front)), "the kernel is idle", 60)
+    front.has_kernel()  # a page that was loaded again may not have found it yet
     front.run("'the next test has this page'")
     front.problems[:] = [each for each in front.problems if not is_of_the_front_end(each)]
 

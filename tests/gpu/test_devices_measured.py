@@ -40,7 +40,7 @@ def test_the_gpu_is_measured_that_a_ranks_environment_gives_it(virtual):
         prepare = replace(prepare_of(live.options), device_type="cuda", accelerators=2)
         gpus = GpuMeter(SeenGpus.by(prepare, alone=virtual))
         gpus._by_pid = {}  # what a driver says that knows none of these processes
-        found = [gpus.of(each.pid or 0, each.device, each.rank).memory or 0 for each in ranks]
+        found = [gpus.usage(each.pid or 0, each.device, each.rank).memory or 0 for each in ranks]
         gpus.close()
     assert [each.device for each in ranks] == (["cuda:0"] * 2 if virtual else ["cuda:0", "cuda:1"])
     assert found == pytest.approx(used, rel=0.2)

@@ -356,7 +356,7 @@ def test_a_large_tensor_on_a_gpu_is_shown_by_its_statistics(kernel):
 def test_what_a_process_holds_on_its_gpu_is_measured_without_cuda(used_kernel, visible):
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     gpus = GpuMeter(SeenGpus({"CUDA_VISIBLE_DEVICES": visible}))
-    used = gpus.of(used_kernel.pid, "cuda:0")
+    used = gpus.usage(used_kernel.pid, "cuda:0")
     gpus.close()
     assert used.memory is not None
     assert used.memory > 0

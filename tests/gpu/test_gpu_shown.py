@@ -66,7 +66,7 @@ def test_what_each_rank_uses_of_its_gpu_is_measured(gpu_session):
     gpu_session.cell("held = torch.empty((rank + 1) << 28, dtype=torch.uint8, device=device)", namespace={})
     meter = Meter()
     for rank in gpu_session.status().ranks:
-        used = meter.gpus.of(rank.pid, rank.device)
+        used = meter.gpus.usage(rank.pid, rank.device)
         assert used.memory >= (rank.rank + 1) * 256 * MEBIBYTE
         # Each simulated GPU has a figure of its own.
         assert used.percent == (int(rank.device.rpartition(":")[2]) + 1) * 10
@@ -80,6 +80,6 @@ def test_where_the_driver_does_not_know_a_process_the_whole_gpu_is_measured(gpu_
     gpu_session.cell("torch.ones(1, device=device)", namespace={})
     gpus = GpuMeter(SeenGpus({"CUDA_VISIBLE_DEVICES": visible}))
     unknown = psutil.Process().pid
-    measured = [gpus.of(unknown, f"cuda:{index}").memory for index in range(GPUS)]
+    measured = [gpus.usage(unknown, f"cuda:{index}").memory for index in range(GPUS)]
     gpus.close()
     assert [memory for memory in measured if not memory] == []

@@ -92,7 +92,7 @@ def test_ranks_that_are_ready_and_all_that_is_idle_hold_no_gpu_memory(standing_b
         eventually(lambda each=rank: not psutil.pid_exists(each), "the rank has ended")
     waiting = idle()
     gpus = GpuMeter(SeenGpus({}))
-    held = {pid: gpus.of(pid, "").memory for pid in waiting}
+    held = {pid: gpus.usage(pid, "").memory for pid in waiting}
     gpus.close()
     assert {pid: memory for pid, memory in held.items() if memory} == {}
     filled(kernel)

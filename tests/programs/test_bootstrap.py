@@ -23,6 +23,7 @@ import msgspec
 import psutil
 import pytest
 from hosts import hosts
+from lanes import sampled
 from patience import eventually
 from wheels import add_wheel
 
@@ -219,7 +220,7 @@ def test_who_waits_for_another_program_says_so(host, uv):
     assert host.result(second)[0].split()[1] == "1.0"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGHUP", "SIGKILL", "hung up"])
+@pytest.mark.parametrize("how", sampled(["SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "hung up"], ci=2))
 def test_an_installation_that_is_given_up_leaves_no_process_and_nothing_that_is_used(host, uv, how):
     began = host.slow_uv(uv)
     wanted = host.wanted()
@@ -352,7 +353,7 @@ def test_a_host_without_uv_gets_that_of_the_notebook_or_says_so(host, uv):
     assert host.run(other, cluster.plain_python())[0].split()[1] == "2.0", "with the one it has"
 
 
-@pytest.mark.parametrize("cut", ["the key", "the source", "the order", "uv"])
+@pytest.mark.parametrize("cut", sampled(["the key", "uv", "the source", "the order"], ci=2))
 def test_what_arrives_in_part_is_not_used(host, uv, cut):
     (host.programs / "uv").unlink()
     program = made_before(NodeProgram(("-c", REPORT), KEY), host.wanted(uv=os.fsencode(uv)))

@@ -92,7 +92,6 @@ def test_a_kernel_takes_its_own_session_along_and_leaves_the_detached_one(detach
     assert other.value("kept") == [2, 2]
 
 
-@pytest.mark.quick
 def test_a_session_ends_once_nobody_has_used_it_for_its_linger_time(detached_kernels, eventually, free):
     kernel = detached_kernels()
     kernel.ok("%distributed start -n 2 --detach --session train --linger 1s")
@@ -130,7 +129,6 @@ def test_a_client_that_comes_in_time_keeps_the_session(detached_kernels, eventua
     assert two.value("res.values") == [3, 3]
 
 
-@pytest.mark.quick
 def test_stop_from_a_shell_ends_all_and_a_waiting_client_is_told_at_once(detached_kernels, eventually, free):
     kernel = detached_kernels()
     kernel.ok("%distributed start -n 2 --detach --session train")

@@ -27,7 +27,6 @@ from typing import Any
 import cluster
 import psutil
 import pytest
-from lanes import sampled
 from wheels import add_wheel
 
 from nblaunch.nodes.asking import Asking
@@ -121,15 +120,15 @@ def place(kind) -> Iterator[Place]:
         yield Place(kind)
 
 
-def of_each(*, but: tuple[str, ...] = (), quick: int = 2, slow: tuple[str, ...] = ("ray", "ray-client")):
-    """Parametrise a test over the engines, those after the first left to CI, and some to the slow lane."""
+def of_each(*, but: tuple[str, ...] = (), slow: tuple[str, ...] = ("ray", "ray-client")):
+    """Parametrise a test over the engines, some of which are left to the slow lane."""
     every = ("process", "join", "ssh", "slurm", "slurm-inside", "ray", "ray-client")
     kinds = [
         pytest.param(each, marks=pytest.mark.slow) if each in slow else each
         for each in every
         if each not in but
     ]
-    return pytest.mark.parametrize("kind", sampled(kinds, quick), indirect=True)
+    return pytest.mark.parametrize("kind", kinds, indirect=True)
 
 
 class Notebook:
@@ -257,8 +256,7 @@ def everywhere() -> Iterator[bytes]:
                 yield Path(f"/proc/{pid}/{name}").read_bytes()
 
 
-@pytest.mark.quick
-@of_each(quick=1, slow=("ray-client",))
+@of_each(slow=("ray-client",))
 def test_a_program_runs_on_each_host_and_has_its_key_and_its_place(notebook, place):
     meeting = notebook().start()
     nodes = meeting.here()
@@ -290,7 +288,7 @@ def test_what_is_said_before_while_and_after(notebook, place):
 
 
 @pytest.mark.slow_at("slurm-inside")
-@of_each(but=("join",), quick=1)
+@of_each(but=("join",))
 def test_a_program_that_fails_is_named_with_its_host_and_its_words(notebook):
     meeting = notebook().start("--fails-at", "1")
     why = meeting.await_end()
@@ -298,15 +296,14 @@ def test_a_program_that_fails_is_named_with_its_host_and_its_words(notebook):
     assert why == f"the node on {host} ended before it joined, with exit code 1:\nno luck at 1"
 
 
-@pytest.mark.slow_at("slurm-inside")
-@of_each(but=("join", "process"), quick=0)
+@pytest.mark.slow_at("slurm", "slurm-inside")
+@of_each(but=("join", "process"))
 def test_a_python_that_a_host_has_not_is_named(notebook):
     why = notebook(python="/nowhere/python", python_named=True).start().await_end()
     assert "/nowhere/python" in why
     assert re.match("the node on (alpha|beta) ended before it joined, with exit code ", why)
 
 
-@pytest.mark.full
 def test_what_is_advised_where_ssh_refuses_a_host_makes_it_work(ssh_hosts, tmp_path):
     ask = f"-o UserKnownHostsFile={tmp_path}/known -o StrictHostKeyChecking=ask"
     place = Place("ssh", "alpha", {"NBLAUNCH_SSH": f"{ssh_hosts.command} {ask}"})
@@ -334,8 +331,8 @@ def test_what_is_advised_where_ssh_refuses_a_host_makes_it_work(ssh_hosts, tmp_p
         accepted.close()
 
 
-@pytest.mark.slow_at("ssh", "slurm-inside")
-@of_each(but=("join",), quick=1)
+@pytest.mark.slow_at("ssh", "slurm", "slurm-inside")
+@of_each(but=("join",))
 def test_a_program_that_dies_before_it_has_joined_is_named(notebook, place):
     meeting = notebook().start()
     first, second = sorted(meeting.here(), key=lambda each: each["place"])
@@ -347,7 +344,7 @@ def test_a_program_that_dies_before_it_has_joined_is_named(notebook, place):
 
 
 @pytest.mark.slow_at("ssh", "slurm-inside")
-@of_each(but=("join",), quick=1)
+@of_each(but=("join",))
 def test_a_node_that_has_joined_may_end_and_another_one_takes_its_place(notebook):
     meeting = notebook().start()
     meeting.admit()
@@ -359,8 +356,8 @@ def test_a_node_that_has_joined_may_end_and_another_one_takes_its_place(notebook
     assert (new["place"], new["host"], meeting.ended) == (1, lost["host"], [])
 
 
-@pytest.mark.slow_at("ssh", "slurm-inside")
-@of_each(but=("join",), quick=1)
+@pytest.mark.slow_at("ssh", "slurm", "slurm-inside")
+@of_each(but=("join",))
 def test_enough_hosts_are_enough(notebook):
     """One host of a range may fail: it is the reason for a wait, and no end."""
     meeting = notebook(least=1).start("--fails-at", "1")
@@ -371,6 +368,7 @@ def test_enough_hosts_are_enough(notebook):
     assert meeting.ended == []
 
 
+@pytest.mark.slow_at("ssh", "slurm-inside")
 @of_each()
 def test_a_request_is_withdrawn_at_any_time_and_twice_is_once(place):
     for pause in (0.0, 0.1, 0.4):
@@ -391,7 +389,8 @@ def is_withdrawn(place: Place, request: NodeRequest) -> bool:
     return place.slurm is None or request.name not in place.slurm.run("squeue", "-h", "-o", "%j")
 
 
-@of_each(quick=1)
+@pytest.mark.slow_at("join", "slurm-inside")
+@of_each()
 def test_nothing_is_left_of_nodes_that_are_given_back_while_they_run(notebook, place):
     meeting = notebook().start()
     meeting.admit()
@@ -407,6 +406,8 @@ def test_nothing_is_left_of_nodes_that_are_given_back_while_they_run(notebook, p
 
 OF_THEIR_OWN = ("join", "ray-client")
 """Nodes that have an environment, and those of an engine that another case has."""
+INSTALLED_ALIKE = ("ssh", "slurm", "slurm-inside", "ray", "ray-client")
+"""What makes an environment is the same program for all engines: CI has each case of it with processes."""
 PYTHON_OF_A_HOST = """#!/bin/sh
 test -e {directory}/shared || own=${{NBLAUNCH_NODE_PLACE:-$SLURM_NODEID}}
 export XDG_CACHE_HOME={directory}/cache-$own PATH={directory}:/usr/bin:/bin
@@ -467,7 +468,7 @@ def environments(tmp_path) -> Environments:
     return Environments(tmp_path)
 
 
-@of_each(but=OF_THEIR_OWN, quick=0, slow=("ssh", "slurm-inside", "ray", "ray-client"))
+@of_each(but=OF_THEIR_OWN, slow=("ssh", "slurm-inside", "ray", "ray-client"))
 def test_a_program_runs_in_an_environment_that_is_made_on_its_host(notebook, environments):
     meeting = notebook(python=environments.python, python_named=True)
     meeting.environment = environments.wanted()
@@ -479,8 +480,8 @@ def test_a_program_runs_in_an_environment_that_is_made_on_its_host(notebook, env
     assert all(name_of(meeting.environment) in each for each in running)
 
 
-@pytest.mark.parametrize("homes", [1, 2])
-@of_each(but=OF_THEIR_OWN, quick=0, slow=("ssh", "slurm-inside", "ray", "ray-client"))
+@pytest.mark.parametrize("homes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@of_each(but=OF_THEIR_OWN, slow=INSTALLED_ALIKE)
 def test_hosts_without_uv_get_that_of_the_notebook(notebook, environments, homes):
     environments.without_uv()
     if homes == 1:  # all have the home directory, as on most clusters
@@ -492,7 +493,7 @@ def test_hosts_without_uv_get_that_of_the_notebook(notebook, environments, homes
     assert [each.stat().st_size for each in kept] == [Path(environments.uv).stat().st_size] * homes
 
 
-@of_each(but=OF_THEIR_OWN, quick=0, slow=("ssh", "slurm-inside", "ray", "ray-client"))
+@of_each(but=OF_THEIR_OWN, slow=INSTALLED_ALIKE)
 def test_what_is_installed_is_said_and_withdrawn_with_the_request(notebook, environments):
     (environments.directory / "slow").touch()
     meeting = notebook(python=environments.python, python_named=True)
@@ -507,7 +508,7 @@ def test_what_is_installed_is_said_and_withdrawn_with_the_request(notebook, envi
     assert meeting.ended == []
 
 
-@of_each(but=OF_THEIR_OWN, quick=0, slow=("ssh", "slurm-inside", "ray", "ray-client"))
+@of_each(but=OF_THEIR_OWN, slow=INSTALLED_ALIKE)
 def test_a_package_that_no_index_has_is_named_with_the_host(notebook, environments):
     meeting = notebook(python=environments.python, python_named=True)
     meeting.environment = environments.wanted("tiny==1.0", "absent==2.0+cpu")
@@ -528,7 +529,7 @@ allocation = engine.ask(request)
 
 
 @pytest.mark.slow_at("slurm-inside")
-@of_each(quick=1)
+@of_each()
 def test_a_runtime_that_is_killed_leaves_nothing(place, poke):
     """The keeper gives back what no process of ours holds."""
     notebook = Notebook(place, request := place.request())

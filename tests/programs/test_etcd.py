@@ -112,7 +112,6 @@ NONE = (
     "etcd-v2-test_strangers_at_every_port_of_a_joined_run_change_nothing",
     "etcd-v2-test_nothing_listens_beyond_the_endpoints_host",
 )
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("meeting", "body"),
     [
@@ -127,7 +126,6 @@ def test_what_holds_for_c10d_holds_at_etcd(body, meeting, tmp_path, eventually):
     perform(body, meeting=meeting, tmp_path=tmp_path, eventually=eventually)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "body",
     [
@@ -142,7 +140,6 @@ def test_membership_changes_at_etcd_too(body, meeting, tmp_path, eventually):
     perform(body, meeting=meeting, tmp_path=tmp_path, eventually=eventually)
 
 
-@pytest.mark.full
 @with_one
 def test_a_cell_that_is_run_again_meets_under_the_same_name(meeting, eventually):
     for _ in range(2):
@@ -153,13 +150,11 @@ def test_a_cell_that_is_run_again_meets_under_the_same_name(meeting, eventually)
         eventually(lambda: not meeting.published(), "nothing of the run is left in etcd")
 
 
-@pytest.mark.full
 @with_one
 def test_one_node_can_meet_at_etcd_alone(meeting):
     assert nblaunch.run(lambda: 7, **{**meeting.options, "nnodes": 1}).values == [7, 7]
 
 
-@pytest.mark.full
 @with_one
 def test_a_wait_for_a_node_is_interrupted_at_once(meeting, eventually):
     with once(meeting.published, press_stop), pytest.raises(KeyboardInterrupt):
@@ -167,7 +162,6 @@ def test_a_wait_for_a_node_is_interrupted_at_once(meeting, eventually):
     eventually(lambda: not meeting.published(), "nothing of the run is left in etcd")
 
 
-@pytest.mark.full
 @with_one
 def test_nodes_that_do_not_come_in_time_are_a_launch_error_that_says_what_to_do(meeting):
     with pytest.raises(LaunchError, match="python -m nblaunch join") as failed:
@@ -178,7 +172,6 @@ def test_nodes_that_do_not_come_in_time_are_a_launch_error_that_says_what_to_do(
 # --- strangers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_a_strangers_pickle_in_etcd_is_refused(meeting, tmp_path):
     class Trap:
         def __reduce__(self):
@@ -196,7 +189,6 @@ def test_a_strangers_pickle_in_etcd_is_refused(meeting, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.full
 def test_nodes_are_not_sent_elsewhere_by_a_stranger(meeting):
     where = rendezvous.config_of(
         LaunchOptions(rdzv_endpoint=meeting.endpoint, rdzv_backend="etcd-v2"), joining=True
@@ -213,7 +205,6 @@ def test_nodes_are_not_sent_elsewhere_by_a_stranger(meeting):
 # --- what is refused before a process starts -------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_an_endpoint_without_etcd_is_refused():
     endpoint = f"127.0.0.1:{free_port()}"
     pytest.importorskip("etcd", reason="python-etcd is missing: pip install 'nblaunch[etcd]'")
@@ -221,7 +212,6 @@ def test_an_endpoint_without_etcd_is_refused():
         nblaunch.run(print, nproc=2, nnodes=2, rdzv_backend="etcd-v2", rdzv_endpoint=endpoint)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_server_without_the_v2_api_is_named(backend):
     pytest.importorskip("etcd", reason="python-etcd is missing: pip install 'nblaunch[etcd]'")

@@ -160,7 +160,6 @@ def test_strangers_at_every_port_of_a_session_over_hosts_change_nothing(two, tmp
     assert not bomb.exists()
 
 
-@pytest.mark.full
 def test_who_writes_to_the_store_of_ranks_on_one_machine_has_nothing_unpickled_and_ends_no_group(tmp_path):
     """Another user of the machine can write there, as `.github/SECURITY.md` says: the store has no key."""
     bomb = tmp_path / "went-off"

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lanes import slow
@@ -99,7 +98,6 @@ def there(kernel, tmp_path):
 
 
 ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
-    "arithmetic": ([], "x = 3\ny = x ** 2 + rank\ny, world_size, local_rank, str(device)"),
     "a collective": (
         ["import torch\nscale = 10"],
         """
@@ -334,10 +332,6 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
          '"quoted"', b"\\x00")
         ''',
     ),
-    "await": (
-        ["import asyncio", "async def later(value):\n    await asyncio.sleep(0)\n    return value"],
-        "first = await later(rank)\nfirst, await later(1)",
-    ),
     "IPython's own": (
         ["import time"],
         "%load_ext autoreload\n!echo from a shell > said-$$.txt\n%time x = 5\nif rank:\n    %time x += 1\nx",
@@ -393,74 +387,6 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
             "LR = 0.5\nN = 5\ncounts.n = 10\nseen(1), seen(2), up(), up()",
         ],
         "scaled(10), stepped(10), seen(3), counts(), doubled(2), (up(), now()), unchanged(10)",
-    ),
-    "decorators that count and register": (
-        [
-            "import functools\nfrom functools import singledispatch",
-            """
-            REGISTRY = {}
-            LABELS = ["first"]
-            how_many = 0
-
-
-            def register(name):
-                def around(function):
-                    global how_many
-                    how_many += 1
-                    REGISTRY[name] = function
-                    LABELS.append(name)
-                    return function
-                return around
-
-
-            def counted(function):
-                @functools.wraps(function)
-                def inner(*args):
-                    inner.calls += 1
-                    return function(*args)
-                inner.calls = 0
-                return inner
-
-
-            class Remembers:
-                def __init__(self, function):
-                    self.function, self.values = function, []
-
-                def __call__(self, x):
-                    self.values.append(self.function(x))
-                    return self.values
-            """,
-            """
-            @register("one")
-            def one(x):
-                return x + 1
-
-
-            @counted
-            def two(x):
-                return x + 2
-
-
-            @Remembers
-            def three(x):
-                return x + 3
-
-
-            @singledispatch
-            def kind(x):
-                return "object"
-
-
-            @kind.register(int)
-            def kind_of_int(x):
-                return "int"
-            """,
-            "two(1), three(1)",
-        ],
-        """
-        found = REGISTRY["one"](1), REGISTRY["one"] is one, LABELS, how_many
-        found, two(1), two.calls, three(2), kind(1), kind("")
-        """,
     ),
     "classes that have changed since": (
         [
@@ -525,46 +451,6 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
         """
         first = Net.size, SIZE, Net.scale, Net.made, Net.options, Net.later, Net().grown(), Net.Inner.size
         first, Child().who(), issubclass(Child, Old), Base.known, Config(), Mode.SMALL.value, Point()
-        """,
-    ),
-    "flags and subclasses of built-in types": (
-        [
-            """
-            import enum
-
-
-            class Flag(enum.IntFlag):
-                R = 4
-                W = 2
-                X = 1
-
-
-            class Whole(int):
-                pass
-
-
-            class Text(str):
-                pass
-
-
-            class Pair(tuple):
-                pass
-
-
-            class Raw(bytes):
-                pass
-
-
-            class Real(float):
-                pass
-            """,
-            "flag, none, odd = Flag.R | Flag.W, Flag(0), [Flag.R | Flag.X, Flag.W]",
-            "whole, text, pair, raw, real = Whole(3), Text('a'), Pair((1, 2)), Raw(b'b'), Real(1.5)",
-            "named = Whole(4)\nnamed.tag = 'x'",
-        ],
-        """
-        values = [whole, text, pair, raw, real, named]
-        flag, none, odd, values, [type(value).__name__ for value in values], whole + 1, named.tag
         """,
     ),
     "arrays and tensors as they are": (
@@ -690,23 +576,23 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
 }
 
 
+IN_CI = {
+    *(
+        "a collective",
+        "functions and classes of other cells",
+        "arrays and tensors as they are",
+        "IPython's own",
+    ),
+    *("functions that have changed since", "classes that have changed since", "gradients and hooks"),
+    *("names that only running the cell shows", "things without source"),
+}
+"""CI also runs the programs of `tests/ranks/differential` as exported scripts."""
+
 UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models", "gradients and hooks")
 """The others run as scripts of nblaunch: tests/programs/test_torchrun_parity.py compares the two."""
 
 
-def lane_of(name: str) -> Any:
-    """Return the case of a round trip, with its lane's mark."""
-    if name == "a training with DDP":  # CI has models in another one
-        return slow(name)
-    quick = name in ("a collective", "functions that have changed since")
-    return pytest.param(name, marks=pytest.mark.quick) if quick else name
-
-
-@pytest.mark.slow_at("settings and models", "arithmetic")
-@pytest.mark.parametrize(
-    "name",
-    [lane_of(each) for each in ROUND_TRIPS],
-)
+@pytest.mark.parametrize("name", [each if each in IN_CI else slow(each) for each in ROUND_TRIPS])
 def test_a_script_gives_each_rank_the_value_that_the_cell_gave(kernel, there, name):
     notebook, cell = ROUND_TRIPS[name]
     for each in notebook:
@@ -774,7 +660,6 @@ def exported(kernel, cell: str, *setup: str, line: str = "-n 2") -> str:
     return str(kernel.value("__import__('pathlib').Path('train.py').read_text()"))
 
 
-@pytest.mark.quick
 def test_the_page_about_cells_shows_the_script_of_the_readme_s_cell(kernel, there):
     root = Path(__file__).parents[2]
     page = (root / "notebooks" / "docs" / "cells.md").read_text()

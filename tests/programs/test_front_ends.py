@@ -55,12 +55,12 @@ LACKING: dict[str, set[str]] = {
     "an older VS Code": {UPDATES},
     "a console": {UPDATES, WIDGETS, HTML, COMM_TARGETS},
     "comm targets": {COMM_TARGETS, WIDGETS},
-    "answers to comms": {ANSWERS, WIDGETS},
     "widgets": {WIDGETS},
+    "nothing": set(),
+    "answers to comms": {ANSWERS, WIDGETS},
     "updates and widgets": {UPDATES, WIDGETS},
     "HTML": {WIDGETS, HTML},
     "scripts and styles": {WIDGETS, UPDATES, SANITISED},
-    "nothing": set(),
 }
 
 SAYS = "print('the first line of', rank)\nprint('and another')\n"
@@ -213,8 +213,7 @@ def front_end(panel_kernel):
     panel_kernel.forget()
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("lacking", sampled(list(LACKING)))
+@pytest.mark.parametrize("lacking", sampled(LACKING, ci=5))
 def test_a_front_end_that_lacks_something_shows_once_how_a_run_ended(front_end, free, lacking):
     front_end.lacks = LACKING[lacking]
     succeeded = front_end.run_with_panel(SUCCEEDS, free)

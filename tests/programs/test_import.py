@@ -53,7 +53,6 @@ def test_import_takes_less_than_50_ms_over_bare_python():
     assert statistics.median(extra) < 0.050
 
 
-@pytest.mark.quick
 def test_every_public_name_is_there_and_listed():
     names = json.loads(
         fresh(
@@ -102,7 +101,6 @@ def test_counting_gpus_leaves_cuda_as_it_is():
     assert fresh(code) == ""
 
 
-@pytest.mark.quick
 def test_a_script_that_runs_ranks_imports_neither_their_code_nor_ipython():
     code = (
         "import sys, nblaunch\n"
@@ -120,7 +118,6 @@ NOTEBOOK = (
 )
 
 
-@pytest.mark.quick
 def test_a_notebook_loads_neither_torch_nor_zmq_nor_what_runs_in_the_runtime():
     """A kernel has zmq of its own; this shell has none, so it would be ours."""
     code = (
@@ -139,7 +136,6 @@ def test_importing_a_client_loads_nothing_that_the_runtime_needs(module):
     assert fresh(code) == "[]\n"
 
 
-@pytest.mark.quick
 def test_a_notebook_with_cells_and_a_session_imports_nothing_of_the_ranks():
     code = (
         f"{NOTEBOOK}"

@@ -128,7 +128,6 @@ def test_what_accelerate_has_prepared_stays_in_a_session(notebook):
     must_have_trained(notebook.value("res.values"))
 
 
-@pytest.mark.quick
 def test_the_cell_of_the_page_about_cells_runs(notebook):
     needs("accelerate")
     notebook.ok("model, batches = nn.Linear(1, 1), DataLoader(Line(), batch_size=4)")

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
-from lanes import sampled, slow
+from lanes import sampled
 
 MARK = "NBLAUNCH_TEST_PROGRAM"
 GONE_SECONDS = 2.0
@@ -291,17 +291,6 @@ except nblaunch.RunTimeoutError as error:
 print(json.dumps([before, look()]))
 """)
     assert after == before
-
-
-@pytest.mark.slow
-def test_the_start_method_can_still_be_chosen_after_a_run(finished):
-    assert finished(f"""
-{JOB}
-import json, multiprocessing
-values = nblaunch.run(job, nproc=2).values
-multiprocessing.set_start_method("spawn")
-print(json.dumps([values, multiprocessing.get_start_method(), nblaunch.run(job, nproc=2).values]))
-""") == [[0, 1], "spawn", [0, 1]]
 
 
 @pytest.mark.slow
@@ -769,32 +758,6 @@ def test_nothing_is_left_of_a_kernel_that_was_shut_down_or_restarted(start_kerne
 # --- what a run itself leaves ----------------------------------------------------------------------
 
 
-def test_children_of_ranks_are_gone_once_their_ranks_are_however_they_ended(finished, world):
-    children = PHASES["while its ranks have children"].replace('at("reached")', "pass")
-    body = children.rsplit("time.sleep(1000)", 1)[0].replace("def job():", "def job(end):")
-    alive = finished(f"""
-{SETTLED}
-{PRELUDE}
-{body}
-    if end == "returns":
-        return
-    if end == "raises":
-        raise ValueError
-    if end == "is killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(0)
-import json, psutil
-alive = []
-for end in ("returns", "raises", "is killed", "goes without a word"):
-    if nblaunch.run(job, args=(end,), nproc=2, check=False).ok:
-        settled()
-    alive.append(len(psutil.Process().children(recursive=True)))
-print(json.dumps(alive))
-""")
-    assert alive == [3, 3, 3, 3]  # the keeper, the fork server and the runtime
-    world.must_be_clean()
-
-
 def test_shared_memory_that_a_rank_made_goes_with_it(program, world):
     """The rank's own resource tracker sees to it, as in any Python."""
     code, _, err = program("""
@@ -978,74 +941,6 @@ print(json.dumps([values, (result.log_dir / "attempt_0" / "0" / "stdout.log").re
 
 
 # --- helpers that die ------------------------------------------------------------------------------
-
-DEATH = """
-import json, os, signal, threading, time
-import psutil
-import nblaunch
-from nblaunch.client.local import local
-
-def job(seconds=0):
-    import os, pathlib, time
-    pathlib.Path("at-" + os.environ["RANK"]).touch()
-    time.sleep(seconds)
-    return int(os.environ["RANK"])
-
-def pids():
-    (keeper,) = psutil.Process().children()
-    runtime = local().runtime.welcome.pid
-    (server,) = {each.pid for each in keeper.children()} - {runtime}
-    return {"keeper": keeper.pid, "server": server, "runtime": runtime}
-"""
-
-
-# Of the others CI has it in tests/ranks/test_broken_parts.py.
-of_each = pytest.mark.parametrize("who", [slow("keeper"), slow("server"), "runtime"])
-
-
-@pytest.mark.slow_at("runtime")
-@of_each
-def test_the_next_run_works_after_the_death_of_the(who, finished, world):
-    """At once, when its end may not have been noticed yet, and later."""
-    outcome = finished(f"""
-{DEATH}
-values = [nblaunch.run(job, nproc=2).values]
-for wait in (True, False):
-    victim = pids()[{who!r}]
-    # The runtime outlives the fork server.
-    victims = [psutil.Process(pid) for pid in ([victim] if {who!r} == "server" else pids().values())]
-    os.kill(victim, signal.SIGKILL)
-    if wait:
-        psutil.wait_procs(victims)
-    values += [nblaunch.run(job, nproc=2).values for _ in range(2)]
-print(json.dumps(values))
-""")
-    assert outcome == [[0, 1]] * 5
-    world.must_be_clean()
-
-
-@pytest.mark.slow_at("runtime")
-@of_each
-def test_a_run_ends_when_it_loses_its(who, finished, world):
-    error, states, again = finished(f"""
-{DEATH}
-import pathlib
-def strike():
-    while not all(pathlib.Path(f"at-{{rank}}").exists() for rank in range(2)):
-        time.sleep(0.01)
-    os.kill(pids()[{who!r}], signal.SIGKILL)
-threading.Thread(target=strike).start()
-try:
-    nblaunch.run(job, args=(1000,), nproc=2)
-except nblaunch.NblaunchError as raised:
-    error, result = str(raised), getattr(raised, "result", None)
-states = [each.state for each in result.ranks] if result is not None else None
-print(json.dumps([error, states, nblaunch.run(job, nproc=2).values]))
-""")
-    assert error
-    assert states is None or set(states) <= {"FAILED", "STOPPED", "LOST"}
-    assert again == [0, 1]
-    world.must_be_clean()
 
 
 UNLUCKY = """

@@ -48,7 +48,6 @@ def test_the_file_is_complete_with_the_result_and_is_plain_json(tmp_path, monkey
     assert len(lines(tmp_path / "deep" / "metrics.jsonl")) == 26
 
 
-@pytest.mark.full
 def test_lines_are_there_while_the_run_lasts_in_a_session_and_in_the_background(tmp_path, eventually, free):
     file = tmp_path / "metrics.jsonl"
     with nblaunch.Session(2, name="files", metrics_file=str(file)) as session:
@@ -65,7 +64,6 @@ def test_lines_are_there_while_the_run_lasts_in_a_session_and_in_the_background(
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_the_file_is_complete_when_the_kernel_of_a_detached_session_dies(
     tmp_path, detached_kernels, eventually, free
 ):
@@ -101,7 +99,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_pat
         nblaunch.run(os._exit, (1,), nproc=1, metrics_file=str(path))
 
 
-@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device here")  # noqa: PTH110
 def test_a_full_disk_loses_lines_with_a_warning_and_not_the_run():
     result = nblaunch.run(train, (4,), nproc=2, metrics_file="/dev/full")

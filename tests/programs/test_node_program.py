@@ -171,7 +171,6 @@ class Notebook:
             base_rank=0,
             world_size=2,
             store=("127.0.0.1", self.stores[-1].port),
-            reason="started",
         )
         self.send(msgspec.structs.replace(complete_rendezvous, **changed))
         self.workers = self.wait_for(wire.Workers, group=group, attempt=attempt).workers
@@ -406,7 +405,7 @@ def test_a_rank_that_dies_is_reported_and_the_node_waits_for_the_next_attempt(no
     assert (gone.exitcode, gone.expected) == (-9, False)
     assert notebook.gone(0).expected
     assert notebook.wait_for(wire.AwaitingRendezvous).after == 0
-    notebook.send(wire.EndGroup(group="g", succeeded=False))
+    notebook.send(wire.EndGroup(group="g"))
     assert notebook.wait_for(wire.NodeEnded, group="g").error == ""
     notebook.finish(node)
 
@@ -423,7 +422,7 @@ def test_one_node_serves_several_groups_at_a_time(notebook):
     notebook.send_to_ranks(cell("rank"), "a")
     assert notebook.values() == [0, 1]
     notebook.open("c")
-    notebook.send(wire.EndGroup(group="c", succeeded=True))
+    notebook.send(wire.EndGroup(group="c"))
     assert notebook.wait_for(wire.NodeEnded, group="c").error == ""
     notebook.finish(node)
 
@@ -449,7 +448,7 @@ def test_it_asks_to_leave_after_a_signal_and_ends_when_it_may(notebook):
     notebook.complete_rendezvous()
     processes = family(node.pid)
     node.terminate()
-    assert notebook.wait_for(wire.Notice).words == "got SIGTERM"
+    assert notebook.wait_for(wire.NodeEnding).words == "got SIGTERM"
     notebook.send_to_ranks(Preempt(seconds=5))
     notebook.wait_for(wire.Leaving)
     assert node.poll() is None
@@ -465,7 +464,7 @@ def test_a_warning_is_sent_on_and_ends_nothing(notebook):
     notebook.complete_rendezvous()
     for _ in range(2):
         node.send_signal(signal.SIGUSR1)
-        notice = notebook.wait_for(wire.Notice)
+        notice = notebook.wait_for(wire.NodeEnding)
         assert (notice.words, notice.seconds) == ("got SIGUSR1", 120)
     notebook.send_to_ranks(cell("rank"))
     assert notebook.values() == [0, 1]
@@ -478,7 +477,7 @@ def test_a_second_signal_ends_it_at_once(notebook):
     notebook.complete_rendezvous()
     processes = family(node.pid)
     node.terminate()
-    notebook.wait_for(wire.Notice)
+    notebook.wait_for(wire.NodeEnding)
     node.send_signal(signal.SIGINT)
     assert ended(node)[0] == 1
     assert [each for each in processes if each.is_running()] == []

@@ -105,37 +105,6 @@ def start() -> Iterator[Any]:
 # --- fresh runs ---------------------------------------------------------------------------------------
 
 
-def who_am_i(big):
-    import os
-    import sys
-
-    import torch
-    from torch import distributed
-
-    total = torch.ones(1)
-    distributed.all_reduce(total)
-    print(f"out of {distributed.get_rank()}")
-    print(f"err of {distributed.get_rank()}", file=sys.stderr)
-    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-    return [int(os.environ[name]) for name in names], int(total), big * distributed.get_rank()
-
-
-def test_a_run_on_two_nodes_has_values_and_output_in_rank_order(tmp_path):
-    big = torch.ones(300_000)
-    result = nblaunch.run(who_am_i, args=(big,), **ON | {"nproc": 2}, log_dir=str(tmp_path), timeout=60)
-    assert [value[0] for value in result.values] == [
-        [rank, rank % 2, rank // 2, 4, 2, 2] for rank in range(4)
-    ]
-    assert [value[1] for value in result.values] == [4] * 4
-    assert all(torch.equal(value[2], big * rank) for rank, value in enumerate(result.values))
-    assert [each.stdout for each in result.ranks] == [f"out of {rank}\n" for rank in range(4)]
-    assert [each.stderr for each in result.ranks] == [f"err of {rank}\n" for rank in range(4)]
-    assert [each.node for each in result.ranks] == [HOSTS[0]] * 2 + [HOSTS[1]] * 2
-    assert (result.world_size, result.backend) == (4, "gloo")
-    written = sorted(path.read_text() for path in Path(result.log_dir or "").rglob("stdout.log"))
-    assert written == [f"out of {rank}\n" for rank in range(4)]
-
-
 def fails_on_one():
     from torch import distributed
 
@@ -179,7 +148,6 @@ def test_a_run_starts_again_on_the_same_nodes():
 # --- a session ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_a_session_on_two_nodes_keeps_its_variables(shared):
     result = shared.cell(f"{SUM.strip()} * 100")
     assert list(result.values) == [300, 300]

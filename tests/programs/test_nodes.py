@@ -552,7 +552,7 @@ def test_a_state_of_the_rendezvous_without_the_key_is_not_unpickled(tmp_path):
 
     store = torch.distributed.HashStore()
     plain = C10dRendezvousBackend(store, "x")
-    ours = rendezvous._Signed(store, "x", b"k" * 32, threading.Event())
+    ours = rendezvous._SignedState(plain, b"k" * 32, threading.Event())
     assert ours.get_state() is None
     plain.set_state(b"\0" * 32 + pickle.dumps(Trap()))
     with pytest.raises(RendezvousStateError, match="refused"):

@@ -7,6 +7,7 @@ that share its temporary directory, is found by the check after each test.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import cluster
 import psutil
 import pytest
 from hosts import NAMESPACES, hosts
-from lanes import full, slow
+from lanes import slow
 from patience import eventually
 from strangers import open_ports
 
@@ -141,24 +142,17 @@ SAID = {
 # How nodes end is the same code for all engines. CI has each end once, and of each engine what is its own.
 IN_CI = {
     ("process", "failure"),
+    ("process", "kernel killed"),
     ("process", "node lost"),
     ("ssh", "failure"),
     ("ssh", "kernel killed"),
     ("slurm", "kernel killed"),
 }
-
-
-def lane_of(engine: str, end: str) -> Any:
-    """Return the case with its lane's mark."""
-    if (engine, end) == ("process", "kernel killed"):
-        return pytest.param(engine, end, marks=pytest.mark.quick)
-    return full((engine, end)) if (engine, end) in IN_CI else slow((engine, end))
+CASES = [each if each in IN_CI else slow(each) for each in itertools.product(ENGINES, SAID)]
 
 
 @pytest.mark.slow_at("process-node lost", "ssh-failure", "process-failure")
-@pytest.mark.parametrize(
-    ("engine", "end"), [lane_of(engine, end) for engine in ENGINES for end in SAID], indirect=["engine"]
-)
+@pytest.mark.parametrize(("engine", "end"), CASES, indirect=["engine"])
 def test_nothing_is_left_on_any_host(engine, end, tmp_path):
     options = {"nproc": 1, "nnodes": 2, "grace": 1, "timeout": 100, **engine.options}
     with subprocess.Popen(

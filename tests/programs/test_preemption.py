@@ -111,7 +111,6 @@ def cell(session: nblaunch.Session, source: str) -> list[Any]:
 # --- a run ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_ranks_save_and_the_run_ends_as_preempted(run, tmp_path):
     """One is stuck in a collective, one computes; the engine says it to one node."""
     going_on = run(trains, str(tmp_path), (), (0,))

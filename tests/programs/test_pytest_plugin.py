@@ -243,7 +243,6 @@ def run_pytest(
     return Report(output, outcomes)
 
 
-@pytest.mark.quick
 def test_a_test_runs_on_ranks_and_fails_with_pytests_own_explanation(tmp_path):
     report = run_pytest(tmp_path, HEAD + QUICK, "-x", "--pdb")
     assert report.outcomes["test_adds_up"] == ("passed", ""), report.output

@@ -70,7 +70,6 @@ def ended(pid):
     return True
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("part", ["runtime", "keeper"])
 def test_a_cell_that_loses_its(part, notebook, eventually):
     """It ends within a second, with the last words; all ranks are gone, and the next cell has others."""

@@ -150,7 +150,6 @@ def shown(notebook: Any) -> list[list[dict[str, Any]]]:
     ]
 
 
-@pytest.mark.quick
 def test_nbclient_gets_one_display_of_html_and_text_for_each_run(executed):
     assert [[set(each) for each in run] for run in shown(executed)] == [[{"text/html", "text/plain"}]] * 2
     assert executed.cells[2].outputs[-1].ename == "RunFailedError"

@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import lanes
-import pytest
 
 from nblaunch._help import FailureKind
 
@@ -51,7 +50,6 @@ def build(directory, page):
     return out, built.stderr if built.returncode else ""
 
 
-@pytest.mark.full
 def test_each_address_is_a_page_that_leads_to_its_section(tmp_path):
     out, said = build(tmp_path, (NOTEBOOKS / "docs/failures.md").read_text())
     assert said == ""
@@ -70,7 +68,6 @@ def test_each_address_is_a_page_that_leads_to_its_section(tmp_path):
         assert "script" not in {tag for tag, _ in page.tags}
 
 
-@pytest.mark.full
 def test_a_site_that_lacks_a_section_is_not_built(tmp_path):
     page = re.sub(r"^\(killed\)=$", "", (NOTEBOOKS / "docs/failures.md").read_text(), flags=re.MULTILINE)
     out, said = build(tmp_path, page)

@@ -85,7 +85,7 @@ class Scene:
         self.group.start()
 
     def _follow(self, group: WorkerGroup) -> None:
-        feed, perform = group._feed, group._perform
+        feed, perform = group.feed, group._perform
 
         def fed(event: Any, now: float | None = None) -> None:
             if told := _told(event):
@@ -99,7 +99,7 @@ class Scene:
                 self.trace.append(f"order {action.name}")
             perform(action, job)
 
-        group._feed, group._perform = fed, performed  # type: ignore[method-assign]
+        group.feed, group._perform = fed, performed  # type: ignore[method-assign]
 
     def join(self) -> subprocess.Popen[bytes]:
         words = ["--rdzv-endpoint", self.endpoint, "--rdzv-id", "traced", "-n", "1"]
@@ -181,7 +181,6 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         each.close()
 
 
-@pytest.mark.full
 def test_a_group_without_its_node_ends_as_one_whose_rank_has_failed(scene):
     run = scene("2")
     node = run.join()
@@ -190,7 +189,6 @@ def test_a_group_without_its_node_ends_as_one_whose_rank_has_failed(scene):
     assert run.finish() == LOST
 
 
-@pytest.mark.full
 def test_nodes_that_come_and_go_change_the_membership_and_nothing_else(scene, tmp_path):
     run = scene("1:2")
     run.at_work(1)

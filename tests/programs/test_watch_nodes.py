@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 import nblaunch
 from nblaunch import DesyncError
 
@@ -22,7 +20,6 @@ def differs() -> None:
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
 
 
-@pytest.mark.quick
 def test_collectives_that_differ_between_two_nodes_stop_the_run_with_both_stacks():
     result = nblaunch.run(differs, nproc=1, nnodes=2, on="process", watch="desync", check=False, timeout=120)
     cause = result.root_cause

@@ -39,7 +39,6 @@ def owner(detached_kernels):
 # --- what those that watch have ----------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_who_watches_has_the_job_live_its_result_and_a_look_at_the_ranks(
     owner, detached_kernels, eventually, free
 ):

@@ -96,7 +96,6 @@ def test_an_exception_of_the_cell_needs_no_address(kernel):
     assert "nblaunch.github.io" not in "".join(shown)
 
 
-@pytest.mark.full
 def test_without_check_the_report_has_the_address(kernel):
     code = "%%distributed -n 2 --out res\nimport os\nif rank == 1:\n    os.kill(os.getpid(), 9)"
     kernel.fails(code)

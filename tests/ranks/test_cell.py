@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from lanes import sampled
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.quick]
 
 README_CELL = """
 %%distributed -n 2 --out res
@@ -322,16 +321,6 @@ def test_a_log_directory_keeps_each_ranks_streams(kernel, tmp_path):
         assert f"to stderr {rank}\n" in err.read_text()
 
 
-def test_a_private_log_directory_goes_with_the_last_result(kernel, eventually):
-    kernel.ok("%%distributed -n 2 --out res\nprint('kept for now')")
-    directory = Path(kernel.value("str(res.log_dir)"))
-    assert kernel.value("[each.stdout for each in res.ranks]") == ["kept for now\n"] * 2
-    kernel.ok("other = res\ndel res, _")
-    assert directory.is_dir()
-    kernel.forget()
-    eventually(lambda: not directory.exists(), "the directory is gone")
-
-
 # --- syntax errors ---------------------------------------------------------------------------------
 
 
@@ -357,6 +346,7 @@ def test_a_syntax_error_shows_the_cells_own_line(kernel, body, line, shown):
 # --- the terminal ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_magic_works_in_terminal_ipython(terminal):
     done = terminal(
         [
@@ -372,6 +362,7 @@ def test_the_magic_works_in_terminal_ipython(terminal):
     assert done.stderr == ""
 
 
+@pytest.mark.full
 def test_an_error_in_terminal_ipython_shows_the_cells_line_only(terminal):
     done = terminal(["%load_ext nblaunch", "%%distributed -n 2\nif rank == 1:\n    1 / 0", "1 + 1"])
     assert done.returncode == 1

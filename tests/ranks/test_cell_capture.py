@@ -257,6 +257,7 @@ USES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.slow_at("cell")
 @pytest.mark.parametrize(("setup", "body", "value"), USES.values(), ids=USES.keys())
 def test_a_cell_finds_what_it_uses_of_the_notebook(door, setup, body, value):
@@ -295,6 +296,7 @@ def test_a_cell_finds_the_notebooks_imports(door, setup, body, value):
     assert door(body, setup) == value
 
 
+@pytest.mark.quick
 def test_what_was_one_object_in_the_notebook_is_one_object_on_a_rank(door):
     values = door(
         "part += 1\na.append(2)\nb['same'] is a, keeps() is a, whole.sum().item(), b",
@@ -351,6 +353,7 @@ def test_the_cell_shadows_a_builtin_on_its_ranks_only(kernel):
     assert kernel.value("[len([1]), max(1, 2)]") == [1, 2]
 
 
+@pytest.mark.quick
 def test_rank_local_rank_world_size_and_device_are_the_ranks_own(kernel):
     names = "rank, local_rank, world_size, device"
     kernel.ok(f"{names} = 'mine', 'my', 'own', 'names'\ndef who(): return {names}")
@@ -390,6 +393,7 @@ def test_a_class_that_is_changed_between_runs_has_changed_on_ranks(kernel):
 # --- what stays ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_nothing_that_ranks_do_changes_the_notebook(kernel):
     kernel.ok("""
     import numpy as np, torch
@@ -436,6 +440,7 @@ def test_nothing_that_ranks_do_changes_the_notebook(kernel):
     """)
 
 
+@pytest.mark.quick
 @pytest.mark.slow_at("cell")
 @pytest.mark.parametrize(
     "body",
@@ -480,6 +485,7 @@ box = {"late": Late()}
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("setup", "body", "path", "kind"),
     [

@@ -100,7 +100,6 @@ def test_an_interrupt_ends_the_wait_for_threads_and_exit_functions_are_called_al
     assert kernel.value("[each.stdout for each in res.ranks]") == [TEXT.replace("saved\n", "")] * 2
 
 
-@pytest.mark.full
 def test_an_interrupt_ends_a_rank_that_has_failed_and_finishes(kernel):
     pending = kernel.submit(f"%%distributed -n 1 --grace 60 --out res\n{FOREVER}\n1 / 0")
     shown(pending, "is finishing: thread save")
@@ -112,7 +111,6 @@ def test_an_interrupt_ends_a_rank_that_has_failed_and_finishes(kernel):
     assert kernel.value("res.root_cause.type") == "builtins.ZeroDivisionError"
 
 
-@pytest.mark.full
 def test_exit_functions_that_take_a_while_are_shown(kernel, free):
     cell = f"""
         %%distributed -n 2 --out res
@@ -131,7 +129,6 @@ def test_exit_functions_that_take_a_while_are_shown(kernel, free):
     assert kernel.value("[each.stdout for each in res.ranks]") == ["closed\n"] * 2
 
 
-@pytest.mark.full
 def test_a_checkpoint_that_is_saved_in_the_background_is_whole_after_the_cell(kernel, tmp_path):
     kernel.ok(f"""
         %%distributed -n 2
@@ -148,6 +145,7 @@ def test_a_checkpoint_that_is_saved_in_the_background_is_whole_after_the_cell(ke
     assert kernel.value("loaded['w'].equal(torch.arange(1_000_000.))") is True
 
 
+@pytest.mark.quick
 def test_the_ranks_of_a_session_wait_for_no_thread_until_they_are_closed(kernel, free, tmp_path):
     kernel.ok("%distributed start -n 2")
     kernel.ok(f"""
@@ -168,7 +166,6 @@ def test_the_ranks_of_a_session_wait_for_no_thread_until_they_are_closed(kernel,
     assert sorted(each.name for each in tmp_path.glob("saved*")) == ["saved 0", "saved 1"]
 
 
-@pytest.mark.full
 def test_a_session_that_is_dropped_ends_although_a_thread_of_its_ranks_never_does(kernel, eventually):
     kernel.ok("import gc, nblaunch\nsession = nblaunch.Session(2, shutdown_timeout=1)")
     pids = kernel.value("""session.cell(
@@ -195,6 +192,7 @@ BRIEF = end("time.monotonic() < began + 0.3").replace("def helper", "began = tim
 THROUGH = pytest.mark.parametrize("through", [function, pytest.param(script, marks=pytest.mark.full)])
 
 
+@pytest.mark.quick
 @THROUGH
 @pytest.mark.parametrize(
     ("last", "ends"),
@@ -211,7 +209,6 @@ def test_functions_and_scripts_end_in_the_same_way(kernel, tmp_path, through, la
     assert kernel.value("[each.stdout for each in res.ranks]") == [TEXT] * 2
 
 
-@pytest.mark.full
 @THROUGH
 def test_the_timeout_covers_the_end_and_its_report_says_what_a_rank_finishes(kernel, tmp_path, through):
     through(kernel, tmp_path / "train.py", FOREVER, ", timeout=2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from lanes import sampled
 
 pytestmark = pytest.mark.oldest
 
@@ -26,6 +25,7 @@ def alive(kernel, pids):
 # --- what the reader is told -----------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_the_error_names_the_rank_the_exception_and_the_cells_own_line(kernel):
     error = kernel.fails(FAILS_ON_RANK_1)
     assert error.ename == "RunFailedError"
@@ -68,26 +68,12 @@ def test_the_cause_is_the_remote_exception_itself(kernel):
     kernel.ok("assert isinstance(error, RuntimeError) and isinstance(error, nblaunch.NblaunchError)")
 
 
-def test_the_result_raises_the_failed_ranks_error_and_gives_the_others_value(kernel):
-    kernel.fails('%%distributed -n 2 --out res\nif rank == 1: raise KeyError("gone")\n"fine"')
-    assert kernel.value("[res[0], res.ok, res.ranks[1].value, len(res.failures)]") == ["fine", False, None, 1]
-    assert kernel.fails("res[1]").ename == "KeyError"
-    assert kernel.value("res.values") == ["fine", None]
-
-
 def test_the_result_of_a_failed_run_is_the_underscore_as_well(kernel):
     kernel.fails("%%distributed -n 2\nprint('said before')\n1 / rank")
     assert kernel.value("[_.ok, _.failures[0].rank, _.ranks[0].stdout]") == [False, 0, "said before\n"]
 
 
-def test_a_stopped_rank_is_no_failure_and_says_so(kernel):
-    kernel.fails(
-        "%%distributed -n 2 --out res\nimport time\nif rank: raise ValueError\nwhile True: time.sleep(0.1)"
-    )
-    assert kernel.value("[[each.rank for each in res.failures], str(res.ranks[0].state)]") == [[1], "STOPPED"]
-    assert kernel.fails("res[0]").ename == "RunFailedError"
-
-
+@pytest.mark.quick
 def test_the_first_to_fail_is_the_root_cause_and_those_it_takes_along_are_consequences(kernel):
     error = kernel.fails("""
     %%distributed -n 4 --out res
@@ -136,77 +122,17 @@ def test_a_failure_in_a_module_shows_the_way_there(kernel, tmp_path):
     assert "breaks.py" in error.traceback
 
 
-def test_the_cause_of_a_cause_is_told(kernel):
-    error = kernel.fails("""
-    %%distributed -n 2 --out res
-    try:
-        {}["missing"]
-    except KeyError as error:
-        raise RuntimeError("second") from error
-    """)
-    assert "KeyError: 'missing'" in error.traceback
-    assert "direct cause" in error.traceback
-    assert kernel.value("repr(res.failures[0].exception)") == "RuntimeError('second')"
-
-
-ODD = {
-    "needs arguments": """
-        class Odd(Exception):
-            def __init__(self, a, b): super().__init__(f"odd {a}")
-        """,
-    "holds a generator": """
-        class Odd(Exception):
-            def __init__(self, a, b):
-                super().__init__("odd 1")
-                self.gen = (x for x in a)
-        """,
-    "refuses": """
-        class Odd(Exception):
-            def __init__(self, a, b): pass
-            def __str__(self): return "odd 1"
-            def __reduce__(self): raise TypeError("never")
-        """,
-}
-
-
-@pytest.mark.parametrize("definition", ODD.values(), ids=ODD.keys())
-def test_an_exception_that_cannot_be_sent_is_told_in_words(kernel, definition):
-    kernel.ok(definition)
-    error = kernel.fails("%%distributed -n 2 --out res\nif rank == 1: raise Odd([1], 2)\n'fine'")
-    assert "rank 1 of 2 failed: Odd: odd" in error.evalue
-    assert kernel.value("[res[0], res.failures[0].exception, res.failures[0].rank]") == ["fine", None, 1]
-    assert kernel.fails("res[1]").ename == "RunFailedError"
-
-
-def test_an_exception_with_a_megabyte_of_text_makes_a_short_error(kernel):
-    error = kernel.fails(
-        "%%distributed -n 2 --out res\nraise ValueError('begin ' + 'x' * 2_000_000 + ' end')"
-    )
-    assert len(error.evalue) + len(error.traceback) < 1_000_000
-    assert "begin" in error.evalue
-    assert kernel.value("len(str(res.failures[0].exception))") > 1_000_000
-
-
 @pytest.mark.parametrize(
     ("body", "exitcode", "told"),
-    sampled(
-        [
-            ("import sys; sys.exit(3)", 3, "SystemExit"),
-            ("import os; os._exit(4)", 4, "exit code 4"),
-            ("import os; os._exit(0)", 0, "no value"),
-            ("import os; os.kill(os.getpid(), 9)", -9, "SIGKILL"),
-            ("raise KeyboardInterrupt", 1, "KeyboardInterrupt"),
-            ("import asyncio; raise asyncio.CancelledError", 1, "CancelledError"),
-            ("raise BaseException('base')", 1, "base"),
-            ("raise BaseExceptionGroup('many', [ValueError('a'), KeyboardInterrupt()])", 1, "many"),
-            ("assert rank == 0, 'not here'", 1, "not here"),
-            ("undefined_name", 1, "undefined_name"),
-            ("import not_a_module_at_all", 1, "not_a_module_at_all"),
-            ("await broken()\nasync def broken(): pass", 1, "broken"),
-            ("%not_a_magic_at_all", 1, "not_a_magic_at_all"),
-        ],
-        4,
-    ),
+    [
+        ("import os; os._exit(4)", 4, "exit code 4"),
+        ("import asyncio; raise asyncio.CancelledError", 1, "CancelledError"),
+        ("raise BaseException('base')", 1, "base"),
+        ("raise BaseExceptionGroup('many', [ValueError('a'), KeyboardInterrupt()])", 1, "many"),
+        ("assert rank == 0, 'not here'", 1, "not here"),
+        ("await broken()\nasync def broken(): pass", 1, "broken"),
+        ("%not_a_magic_at_all", 1, "not_a_magic_at_all"),
+    ],
 )
 def test_a_rank_that_ends_without_a_value_is_a_failure_whatever_ends_it(kernel, body, exitcode, told):
     indented = "\n".join(f"    {line}" for line in body.splitlines())
@@ -217,11 +143,7 @@ def test_a_rank_that_ends_without_a_value_is_a_failure_whatever_ends_it(kernel, 
     assert kernel.value("[[each.rank, each.exitcode] for each in res.failures]") == [[1, exitcode]]
 
 
-def test_sys_exit_without_a_code_ends_the_cell_with_none(kernel):
-    kernel.ok("%%distributed -n 2 --out res\nimport sys\nif rank == 1: sys.exit()\nrank")
-    assert kernel.value("[res.ok, res.values]") == [True, [0, None]]
-
-
+@pytest.mark.quick
 def test_what_a_rank_printed_before_it_died_is_there(kernel):
     kernel.fails(
         "%%distributed -n 2 --out res\nimport os\nprint('last words')\nif rank: os.kill(os.getpid(), 9)\n1"
@@ -232,6 +154,7 @@ def test_what_a_rank_printed_before_it_died_is_there(kernel):
 # --- restarts, time limits, interrupts -------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_with_a_restart_the_values_are_those_of_the_last_attempt(kernel):
     kernel.ok("""
     %%distributed -n 2 --out res --max-restarts 1
@@ -256,41 +179,11 @@ def test_with_a_restart_the_values_are_those_of_the_last_attempt(kernel):
     assert kernel.value("[each.stdout for each in res.ranks]") == ["attempt 1\n"] * 2
 
 
-def test_when_the_restarts_are_used_up_the_run_has_failed(kernel):
-    error = kernel.fails("%%distributed -n 2 --out res --max-restarts 1\n1 / rank")
-    assert "ZeroDivisionError" in error.evalue
-    assert "attempt 2 of 2" in error.evalue
-    assert kernel.value("[len(each.failures) for each in res.attempts]") == [1, 1]
-
-
-def test_a_run_that_takes_too_long_raises_a_timeout_error_with_the_result(kernel):
-    ran = kernel.run("""
-    %%distributed -n 2 --out res --timeout 1 --grace 0
-    import time
-    print("began", rank)
-    if rank == 0:
-        "done"
-    else:
-        time.sleep(600)
-    """)
-    assert ran.error is not None
-    assert ran.error.ename == "RunTimeoutError"
-    assert "1 s" in ran.error.evalue
-    assert "time.sleep(600)" in ran.error.evalue
-    assert 1 <= ran.seconds < 8
-    assert kernel.value("[res.ok, str(res.ranks[0].state), str(res.ranks[1].state)]") == [
-        False,
-        "SUCCEEDED",
-        "STOPPED",
-    ]
-    assert kernel.value("res.ranks[1].stdout") == "began 1\n"
-    assert alive(kernel, kernel.value("[each.pid for each in res.ranks]")) == []
-
-
+@pytest.mark.quick
 def test_a_timeout_is_a_timeout_error_with_a_hang_report(kernel):
     kernel.ok("""
     import nblaunch
-    line, cell = "-n 2 --timeout 0.5 --grace 0 --out res", "import time\\nwhile True: time.sleep(0.1)"
+    line, cell = "-n 2 --timeout 3 --grace 0 --out res", "import time\\nwhile True: time.sleep(0.1)"
     try:
         get_ipython().run_cell_magic("distributed", line, cell)
     except TimeoutError as caught:
@@ -301,11 +194,7 @@ def test_a_timeout_is_a_timeout_error_with_a_hang_report(kernel):
     assert "line 3" in kernel.value("str(error.hang_report)")
 
 
-def test_a_timeout_that_is_not_reached_changes_nothing(kernel):
-    kernel.ok("%%distributed -n 2 --out res --timeout 60\nrank")
-    assert kernel.value("res.values") == [0, 1]
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "body",
     [

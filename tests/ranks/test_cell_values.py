@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 pytestmark = pytest.mark.oldest
@@ -37,6 +35,7 @@ PLAIN = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "world_size", [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
 )
@@ -56,19 +55,13 @@ def test_plain_objects_come_back_equal_and_in_rank_order(kernel, world_size):
     assert wrong == []
 
 
-@pytest.mark.slow_at("cell")
-@pytest.mark.parametrize("expression", PLAIN[:6])
-def test_a_plain_object_alone_is_the_value(door, expression):
-    values = [eval(expression, {"rank": rank}) for rank in range(2)]  # noqa: S307 - one of those above
-    assert door(expression) == json.loads(json.dumps(values, default=repr))
-
-
 ARRAYS = """
 import numpy as np
 def arrays(rank):
     base = np.arange(24).reshape(4, 6) + rank
     yield from (base.astype(kind) for kind in "?bBhHiIlLqQefdgFDGSUO")
     yield base.astype("datetime64[D]")
+    yield base.astype(">i4")
     yield np.array([(1, 2.5, "ab")], dtype=[("a", "i4"), ("b", "f8"), ("c", "U2")])
     yield np.array(rank)
     yield np.zeros((0, 3))
@@ -94,6 +87,7 @@ def test_arrays_of_every_kind_come_back_equal_and_writable(kernel):
             assert type(got) is type(want), (type(got), type(want))
             assert (got.dtype, got.shape) == (want.dtype, want.shape)
             np.testing.assert_array_equal(got, want)
+            assert got.flags.f_contiguous == want.flags.f_contiguous or not want.flags.contiguous
             assert got.flags.writeable, got.dtype
             got[...] = got
     """)
@@ -122,6 +116,7 @@ def tensors(rank):
 """
 
 
+@pytest.mark.quick
 def test_cpu_tensors_of_every_kind_come_back_equal_and_writable(kernel):
     kernel.ok(TENSORS)
     kernel.ok("%%distributed -n 2 --out res\nlist(tensors(rank))")
@@ -142,32 +137,7 @@ def test_cpu_tensors_of_every_kind_come_back_equal_and_writable(kernel):
     """)
 
 
-def test_what_a_rank_returns_may_be_written_to_without_changing_another_ranks(kernel):
-    kernel.ok("""
-    %%distributed -n 2 --out res
-    import numpy as np, torch
-    {"array": np.zeros(500_000), "tensor": torch.zeros(500_000), "small": torch.zeros(3)}
-    """)
-    kernel.ok("for each in res[0].values(): each += 1")
-    assert kernel.value("[float(each.sum()) for each in res[0].values()]") == [500_000.0, 500_000.0, 3.0]
-    assert kernel.value("[float(each.sum()) for each in res[1].values()]") == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("size", [10, 1_000_000])
-def test_views_of_one_tensor_still_share_their_memory(kernel, size):
-    kernel.ok(
-        f"%%distributed -n 2 --out res\nimport torch\nwhole = torch.zeros({size})\nwhole, whole[2:5], whole"
-    )
-    kernel.ok("whole, part, again = res[1]\npart += 7")
-    assert kernel.value("[whole[2:5].tolist(), whole is again]") == [[7.0] * 3, True]
-
-
-def test_a_value_is_usable_after_its_result_and_its_rank_are_gone(kernel):
-    kernel.ok("%%distributed -n 2 --out res\nimport torch\ntorch.arange(1_000_000)")
-    kernel.ok("kept = res[1]\ndel res, _\nimport gc; gc.collect()")
-    assert kernel.value("int(kept.sum())") == 499999500000
-
-
+@pytest.mark.quick
 def test_models_come_back_as_the_notebooks_own_class(kernel):
     kernel.ok("""
     import torch
@@ -292,14 +262,7 @@ def test_functions_lambdas_and_closures_come_back_and_can_be_called(kernel):
     assert kernel.value("'base' in dir()") is False
 
 
-def test_an_exception_may_be_a_value(kernel):
-    kernel.ok("%%distributed -n 2 --out res\nValueError('not raised', rank)")
-    assert kernel.value("[res.ok, [[type(each).__name__, each.args] for each in res]]") == [
-        True,
-        [["ValueError", ["not raised", 0]], ["ValueError", ["not raised", 1]]],
-    ]
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("expression", "kind"),
     [
@@ -343,8 +306,12 @@ def test_a_value_whose_repr_raises_is_a_value_all_the_same(kernel):
     assert kernel.value("[type(each) is Shy for each in res]") == [True, True]
 
 
-def test_a_large_value_comes_from_every_rank(kernel):
-    kernel.ok("%%distributed -n 4 --out res\nimport torch\ntorch.full((2_000_000,), rank, dtype=torch.uint8)")
-    assert kernel.value("[[len(each), int(each.min()), int(each.max())] for each in res]") == [
-        [2_000_000, rank, rank] for rank in range(4)
-    ]
+def test_what_a_rank_returns_may_be_written_to_without_changing_another_ranks(kernel):
+    kernel.ok("""
+    %%distributed -n 2 --out res
+    import numpy as np, torch
+    {"array": np.zeros(500_000), "tensor": torch.zeros(500_000), "small": torch.zeros(3)}
+    """)
+    kernel.ok("for each in res[0].values(): each += 1")
+    assert kernel.value("[float(each.sum()) for each in res[0].values()]") == [500_000.0, 500_000.0, 3.0]
+    assert kernel.value("[float(each.sum()) for each in res[1].values()]") == [0.0, 0.0, 0.0]

@@ -9,6 +9,8 @@ import pytest
 import nblaunch
 from nblaunch import NblaunchError, OptionError
 
+pytestmark = pytest.mark.quick
+
 RANKS = 4
 
 SETUP = """

@@ -28,7 +28,6 @@ def rows():
         return found
 
 
-@pytest.mark.full
 def test_variables_flags_and_seeds_that_differ_have_a_row_each(rows):
     assert {row.name for row in rows} == {
         "variable ALONE",
@@ -46,7 +45,6 @@ def test_variables_flags_and_seeds_that_differ_have_a_row_each(rows):
     assert rows["seed torch.initial_seed()"].shown == ("5", "6")
 
 
-@pytest.mark.full
 def test_of_secrets_only_that_they_differ_is_shown(rows):
     assert not rows["variable MY_API_KEY"].equal
     for text in (str(rows), rows._repr_html_(), repr(rows.rows)):
@@ -54,7 +52,6 @@ def test_of_secrets_only_that_they_differ_is_shown(rows):
         assert "secret0" not in text
 
 
-@pytest.mark.full
 def test_ranks_in_equal_surroundings_are_equal_and_the_magic_shows_it(kernel):
     kernel.ok("%distributed start -n 2")
     kernel.ok(

@@ -321,6 +321,7 @@ def fresh(kernel_of):
     return kernel_of(Fresh)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("program", cases("session"))
 def test_a_session_gives_what_plain_ipython_gives(program, plain, session):
     compare(program, plain(program)[0], session(program)[0])

@@ -36,6 +36,7 @@ def named(name, found):
     return only([level, summary, advice] for each, level, summary, advice in found if each == name)
 
 
+@pytest.mark.quick
 def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong():
     report = nblaunch.doctor()
     names = [each.name for each in report.findings]

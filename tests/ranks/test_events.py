@@ -49,6 +49,7 @@ def test_the_events_of_a_run_are_those_that_torchelastic_records():
     assert result.attempts[0].started - 60 < times[0] <= times[-1]
 
 
+@pytest.mark.quick
 def test_a_failed_rank_and_those_stopped_because_of_it_are_in_the_events():
     def fails():
         if os.environ["RANK"] == "1":
@@ -61,6 +62,7 @@ def test_a_failed_rank_and_those_stopped_because_of_it_are_in_the_events():
     assert json.loads(failed[0].metadata["metadata"])["exit_code"] == [7]
 
 
+@pytest.mark.quick
 def test_each_attempt_starts_its_ranks_anew():
     def once():
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -107,6 +109,7 @@ def test_events_survive_pickling():
 
 REGISTER = """
 import logging
+from torch.distributed.elastic import metrics
 from torch.distributed.elastic.events import handlers
 
 class Kept(logging.Handler):
@@ -118,21 +121,25 @@ class Broken(logging.Handler):
     def emit(self, record):
         raise RuntimeError(f"{record.name}: this handler is broken")
 
+class Metrics(metrics.MetricHandler):
+    names = []
+    def emit(self, metric_data):
+        self.names.append(metric_data.name)
+
+handlers._log_handlers.update(mine=Kept(), broken=Broken())
+metrics.configure(Metrics(), group="torchelastic")
 """
-"""What a user's own code does with torch's table, in the process of the agents."""
+"""What a user's own code does with torch's tables, in the process of the agents."""
 
 
-def test_events_also_go_to_a_handler_that_the_user_has_registered(poke):
-    poke(f"{REGISTER}handlers._log_handlers['mine'] = Kept()")
+def test_handlers_of_the_users_own_get_events_and_metrics_and_one_that_fails_ends_no_run(poke, eventually):
+    poke(REGISTER)
     result = nblaunch.run(rank_number, nproc=2, event_log_handler="mine")
     lines = [event.json for event in result.events]
     assert lines
     assert poke("Kept.lines") == lines
-
-
-def test_a_handler_that_fails_does_not_end_the_run(poke):
-    poke(f"{REGISTER}handlers._log_handlers['mine'] = Broken()")
-    result = nblaunch.run(rank_number, nproc=2, event_log_handler="mine")
+    eventually(lambda: any("success" in name for name in poke("Metrics.names")), "a metric of success")
+    result = nblaunch.run(rank_number, nproc=2, event_log_handler="broken")
     assert result.values == [0, 1]
     assert len(of_workers(result)) == 4
     assert "this handler is broken" in (local().runtime.root / "runtime.log").read_text()
@@ -156,21 +163,6 @@ def test_an_unknown_handler_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr("nblaunch._api.run_fresh", None)  # nothing may come that far
     with pytest.raises(nblaunch.OptionError, match=r"event_log_handler='nosuch'.* console, .*null"):
         nblaunch.run(rank_number, nproc=1, event_log_handler="nosuch")
-
-
-def test_metrics_go_to_the_handler_that_the_user_has_configured(poke, eventually):
-    poke("""
-from torch.distributed.elastic import metrics
-
-class Handler(metrics.MetricHandler):
-    names = []
-    def emit(self, metric_data):
-        self.names.append(metric_data.name)
-
-metrics.configure(Handler(), group="torchelastic")
-""")
-    nblaunch.run(rank_number, nproc=1)
-    eventually(lambda: any("success" in name for name in poke("Handler.names")), "a metric of success")
 
 
 def test_the_notebook_shows_the_last_runs_events_with_times_from_its_start(kernel):

@@ -11,14 +11,13 @@ import pytest
 import nblaunch
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.protocol.messages import Prepare
+from nblaunch.protocol.messages import Prepare, encode
 from nblaunch.protocol.state import (
     Message,
     RunState,
     advance,
     decode_folded,
     decode_state,
-    encode_state,
 )
 
 
@@ -27,7 +26,7 @@ class Followed:
 
     def __init__(self, group: WorkerGroup, job: Job) -> None:
         self.group, self.job = group, job
-        self.state = decode_state(encode_state(job.state))
+        self.state = decode_state(encode(job.state))
         self.messages: list[Message] = []
         self.threads: set[str] = set()
         self.frames: list[bytes] = []
@@ -110,6 +109,7 @@ def test_a_fresh_run_is_followed_from_its_first_fork(look):
     assert look("followed[0].state.summary.name") == "SUCCEEDED"
 
 
+@pytest.mark.quick
 def test_the_jobs_of_a_session_are_followed_with_output_failures_and_deaths(look, place):
     with place(2, grace=1) as session:
         session.cell(CELL)

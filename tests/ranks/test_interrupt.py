@@ -17,7 +17,7 @@ from lanes import full, sampled, slow
 from sources import INTERRUPTER, said_by
 
 GRACE = 2.0
-CI_TIMES, SLOW_TIMES = 3, 20
+CI_TIMES, SLOW_TIMES = 1, 20
 
 WORK = """
 %%distributed -n 2 --grace 2 --out res
@@ -52,13 +52,7 @@ def usual(kernel):
 # --- at any moment ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        *sampled(range(CI_TIMES), 2),
-        *[pytest.param(number, marks=pytest.mark.slow) for number in range(CI_TIMES, SLOW_TIMES)],
-    ],
-)
+@pytest.mark.parametrize("number", sampled(range(SLOW_TIMES), ci=CI_TIMES))
 def test_an_interrupt_at_a_random_time(kernel, usual, number):
     moment = random.Random(number).uniform(0, usual)
     pending = kernel.submit(WORK)
@@ -210,7 +204,6 @@ _keeper.start = start_and_interrupt
 """
 
 
-@pytest.mark.quick
 def test_at_the_moment_in_which_the_runtime_has_been_started(start_kernel):
     """The next cell uses that runtime: another one would find its sockets taken."""
     kernel = start_kernel()
@@ -262,6 +255,7 @@ def test_while_a_value_is_on_its_way(kernel, tmp_path, eventually, where):
     works_again(kernel)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "body",
     [
@@ -300,7 +294,6 @@ RESIST = """
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "body", ["time.sleep(1000)", "sum(range(10**12))"], ids=["ignores signals", "holds the interpreter"]
 )
@@ -326,6 +319,7 @@ def test_a_second_interrupt_skips_the_grace_period(kernel, tmp_path, eventually)
 # --- what is kept, and what is no interrupt --------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_the_result_so_far_is_kept(kernel, tmp_path, eventually):
     at_work, under_way = tmp_path / "at work", tmp_path / "under way"
     cell = f"""
@@ -372,7 +366,6 @@ def test_a_restart_is_not_begun_after_an_interrupt(kernel, tmp_path, eventually)
     assert kernel.value("[len(res.attempts), len(res.failures)]") == [1, 0]
 
 
-@pytest.mark.full
 def test_control_c_ends_a_script_as_a_keyboard_interrupt_does(tmp_path, eventually):
     program = tmp_path / "program.py"
     program.write_text(

@@ -173,6 +173,7 @@ print(json.dumps([refused, kept, children, again]))
     assert again == [1, 1]
 
 
+@pytest.mark.quick
 def test_more_nodes_than_the_limit_on_open_files_allows_are_refused_by_both_numbers():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.raises(LaunchError, match=rf"on 1000000 nodes, .* is {hard}\. ") as refused:

@@ -12,6 +12,8 @@ import pytest
 import nblaunch
 from nblaunch import NblaunchError, RunFailedError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def session():

@@ -12,6 +12,8 @@ from lanes import needs
 
 import nblaunch
 
+pytestmark = pytest.mark.quick
+
 
 def points(result, name):
     """Return the points of a name, by rank: (step, value)."""

@@ -129,6 +129,7 @@ def test_what_is_shown_is_decided_by_the_agents_local_ranks(kernel):
     assert lines(ran.text) == ["[rank 1] out 1"]
 
 
+@pytest.mark.quick
 def test_a_stream_is_shown_unless_it_is_redirected_and_not_teed():
     """As with torchrun, where a stream comes to the console by tee, or by not being redirected."""
     for redirects in range(4):
@@ -141,7 +142,6 @@ def test_a_stream_is_shown_unless_it_is_redirected_and_not_teed():
 # --- where all of it is kept -----------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_a_log_directory_is_below_the_callers_own_and_made_as_it_makes_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = os.umask(0o027)
@@ -205,6 +205,7 @@ def test_output_that_is_not_shown_is_in_the_files_too(tmp_path):
 # --- certain lines once more -----------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @needs_line_filters
 def test_lines_with_certain_words_of_all_ranks_are_in_a_file_of_their_own():
     def job():
@@ -227,6 +228,7 @@ def test_lines_with_certain_words_of_all_ranks_are_in_a_file_of_their_own():
     assert filtered == ["[trainer0]:warning: 0", "[trainer1]:warning: 1"]
 
 
+@pytest.mark.quick
 @needs_line_filters
 def test_filtered_lines_begin_as_the_template_says():
     result = nblaunch.run(

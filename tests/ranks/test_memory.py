@@ -55,7 +55,6 @@ def write_to_own_part(tensor):
     return tensor[:5].tolist()
 
 
-@pytest.mark.full
 @pytest.mark.skipif(
     psutil.virtual_memory().available < 3.5 * GIGABYTE,
     reason="needs 3.5 GB of free memory: 1 GB here, 1 GB shared",
@@ -93,6 +92,7 @@ def test_arguments_and_globals_of_a_function_cross_once_too():
     ]
 
 
+@pytest.mark.quick
 def test_what_was_sent_and_what_came_back_is_freed_with_the_result():
     """At once: the collector may come late, and gigabytes hang on it."""
 
@@ -142,6 +142,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.slow_at("run")
 @pytest.mark.parametrize("tensor", SHAPES.values(), ids=SHAPES.keys())
 def test_a_tensor_comes_back_with_dtype_shape_strides_and_writable(call, tensor):
@@ -155,31 +156,7 @@ def test_a_tensor_comes_back_with_dtype_shape_strides_and_writable(call, tensor)
             assert not back.any()
 
 
-ARRAYS = {
-    "float64": np.arange(6000.0).reshape(60, 100),
-    "fortran order": np.asfortranarray(np.arange(6000.0).reshape(60, 100)),
-    "every third": np.arange(9000)[::3],
-    "big endian": np.arange(3000, dtype=">i4"),
-    "structured": np.zeros(1000, dtype=[("a", "i4"), ("b", "f8", 2)]),
-    "text": np.array(["a", "bc"] * 2000),
-    "objects": np.array([{"a": 1}, None], dtype=object),
-    "dates": np.arange("2024-01-01", "2024-03-01", dtype="datetime64[h]"),
-    "empty": np.empty((0, 3)),
-    "large": np.arange(float(LARGE)),
-}
-
-
-@pytest.mark.slow_at("run")
-@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
-def test_an_array_comes_back_with_dtype_and_order_and_writable(call, array):
-    for back in call(lambda: array):
-        assert (back.dtype, back.shape) == (array.dtype, array.shape)
-        assert np.array_equal(back, array)
-        assert back.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
-        assert back.flags.writeable
-        back[...] = back[::-1].copy()
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize("size", [100, 100_000, LARGE], ids=["inline", "copied", "mapped"])
 def test_views_of_one_tensor_stay_views_of_one_tensor(call, size):
     whole = torch.zeros(size)
@@ -276,7 +253,6 @@ def in_a_namespace(mounts: str, path: pathlib.Path, **environment: str):
     )
 
 
-@pytest.mark.full
 def test_300_mb_cross_both_ways_where_dev_shm_has_64(tmp_path):
     path = tmp_path / "small.py"
     path.write_text(textwrap.dedent(SMALL_SHM))
@@ -360,7 +336,6 @@ NO_ROOM = """
 """
 
 
-@pytest.mark.full
 def test_where_neither_has_room_the_error_says_how_much_was_needed_and_where(tmp_path):
     path = tmp_path / "no_room.py"
     path.write_text(textwrap.dedent(NO_ROOM))
@@ -431,7 +406,6 @@ def dropped(text: str) -> list[int]:
 PRINTED = [400_000, 50_000 * 1001]
 
 
-@pytest.mark.full
 def test_what_a_full_disk_does_not_take_is_dropped_and_counted_and_the_run_goes_on(tmp_path):
     path = tmp_path / "full.py"
     path.write_text(textwrap.dedent(FULL_DISK))

@@ -56,7 +56,6 @@ def test_what_a_rank_had_for_a_moment_is_in_its_peak_and_the_next_job_begins_a_n
         assert all(peak - now < LARGE // 4 for now, peak in used(session.run(int)))
 
 
-@pytest.mark.full
 def test_what_a_rank_keeps_is_in_what_it_has_now():
     with nblaunch.Session(2, name="kept") as session:
         before = used(session.run(int))
@@ -67,7 +66,6 @@ def test_what_a_rank_keeps_is_in_what_it_has_now():
         assert grown[1] > 0.95 * LARGE
 
 
-@pytest.mark.full
 def test_what_ranks_share_with_the_fork_server_is_not_theirs():
     def resident():
         return psutil.Process().memory_info().rss
@@ -78,7 +76,6 @@ def test_what_ranks_share_with_the_fork_server_is_not_theirs():
         assert now < resident_now - 50 * MEGABYTE
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("how", ["script", "restarted", "failed"])
 def test_scripts_restarted_groups_and_ranks_that_failed_have_their_memory_in_the_result(how, tmp_path):
     if how == "script":
@@ -133,6 +130,7 @@ def starved():
     return nblaunch.run(run_out_of_memory, nproc=1, check=False)
 
 
+@pytest.mark.quick
 def test_a_rank_that_runs_out_of_memory_says_what_held_it_by_variable_and_line(starved):
     root = starved.root_cause
     assert root.type == "builtins.MemoryError"
@@ -161,7 +159,6 @@ def test_the_error_the_page_and_the_report_of_a_shortage_show_what_was_held(star
     )
 
 
-@pytest.mark.full
 def test_an_allocation_of_torchs_that_the_host_cannot_give_says_what_was_held():
     def ask():
         import torch
@@ -174,7 +171,6 @@ def test_an_allocation_of_torchs_that_the_host_cannot_give_says_what_was_held():
     assert [(each.name, each.size) for each in root.memory][:1] == [("mine", 4 * MEGABYTE)]
 
 
-@pytest.mark.full
 def test_other_failures_hold_nothing():
     def fail():
         import torch
@@ -185,7 +181,6 @@ def test_other_failures_hold_nothing():
     assert nblaunch.run(fail, nproc=1, check=False).root_cause.memory == ()
 
 
-@pytest.mark.full
 def test_a_variable_that_cannot_be_looked_at_does_not_hide_the_failure():
     def job():
         class Hostile(dict):  # type: ignore[type-arg]
@@ -206,7 +201,6 @@ def test_a_variable_that_cannot_be_looked_at_does_not_hide_the_failure():
     assert (root.type, root.memory) == ("builtins.MemoryError", ())
 
 
-@pytest.mark.full
 def test_a_rank_that_was_killed_has_the_memory_that_was_measured_last(tmp_path):
     """Nothing can be asked of it any more."""
     seen = tmp_path / "seen"

@@ -25,6 +25,7 @@ def settings() -> list[str | None]:
     return [os.environ.get(name) for name in NAMES]
 
 
+@pytest.mark.quick
 def test_what_the_user_has_set_for_nccl_is_left_alone():
     chosen = dict(zip(NAMES[1:], ("7", "3", "1", "1", "/tmp/mine_"), strict=True))  # noqa: S108 - not written
     assert nblaunch.run(settings, nproc=1, env=chosen).values == [[None, *chosen.values()]]

@@ -37,6 +37,7 @@ def in_this_order(lines: list[str], text: str) -> list[str]:
     return missing
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", sampled(["start", "cells", "sessions", "machines"], 0))
 def test_the_examples_of_a_page_show_what_is_written_below_them(kernel, page):
     examples = list(EXAMPLE.finditer((PAGES / f"{page}.md").read_text()))

@@ -12,6 +12,8 @@ import nblaunch
 from nblaunch.client.local import Runtime, local
 from nblaunch.protocol.client import DismissSession
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def nothing_is_forked():

@@ -27,6 +27,7 @@ def local():
 # --- virtual local ranks ---------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_with_virtual_local_ranks_each_is_local_rank_0_with_one_gpu_to_see(monkeypatch):
     """As torchrun sets them (`LocalElasticAgent._set_local_rank_env`), also where there is no GPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -46,6 +47,7 @@ def test_the_gpus_that_virtual_local_ranks_see_are_those_of_the_run(monkeypatch)
     assert nblaunch.run(local, nproc=2, virtual_local_rank=True).values == [("0", "", 0), ("0", "", 1)]
 
 
+@pytest.mark.quick
 def test_more_virtual_local_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     with pytest.raises(nblaunch.OptionError, match=r"with 2 ranks.*CUDA_VISIBLE_DEVICES='5' names 1"):
@@ -73,7 +75,6 @@ def about_itself():
     return total.item(), os.getpid(), os.getsid(0)
 
 
-@pytest.mark.full
 def test_a_spawned_rank_is_a_new_python_and_still_the_process_that_the_agent_knows():
     result = nblaunch.run(about_itself, nproc=2, start_method="spawn")
     for each in result.ranks:
@@ -90,7 +91,6 @@ def test_a_spawned_rank_is_a_new_python_and_still_the_process_that_the_agent_kno
     assert "nblaunch.host.keeper" in " ".join(forked)
 
 
-@pytest.mark.full
 def test_no_secret_is_on_a_spawned_ranks_command_line_and_no_file_of_orders_stays():
     def orders():
         named = [word for word in psutil.Process().cmdline() if "orders-" in word]
@@ -101,7 +101,6 @@ def test_no_secret_is_on_a_spawned_ranks_command_line_and_no_file_of_orders_stay
 
 
 @pytest.mark.slow_at("is gone", "exits", "raises")
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "exitcode", "reason"),
     [
@@ -142,6 +141,7 @@ def test_spawned_ranks_are_interrupted_keep_their_variables_and_are_gone_with_th
     kernel.all_gone("the kernel was killed")
 
 
+@pytest.mark.quick
 def test_fork_is_refused_with_what_would_go_wrong():
     with pytest.raises(nblaunch.OptionError) as caught:
         nblaunch.run(local, nproc=2, start_method="fork")
@@ -160,6 +160,7 @@ def test_fork_once_cuda_is_initialised_says_so(monkeypatch):
 # --- NUMA, signals, shutdown -----------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("binding", ["node", "socket", "exclusive", "core-complex"])
 def test_numa_binding_needs_a_gpu_for_each_rank(binding, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -169,6 +170,7 @@ def test_numa_binding_needs_a_gpu_for_each_rank(binding, monkeypatch):
         placement.check_numa_binding(binding, gpus=1, nproc=2)
 
 
+@pytest.mark.quick
 @needs_binding
 @pytest.mark.parametrize("binding", ["node", "socket", "exclusive", "core-complex"])
 def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
@@ -180,6 +182,7 @@ def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
     assert told.affinity_mode.value == binding
 
 
+@pytest.mark.quick
 @needs_binding
 @pytest.mark.parametrize("binding", ["exclusive", "core-complex"])
 def test_cpus_are_not_divided_among_gpus_that_a_rank_cannot_see(binding):

@@ -14,6 +14,8 @@ from lanes import full
 import nblaunch
 from nblaunch import RunFailedError
 
+pytestmark = pytest.mark.quick
+
 RANKS, SLEEPER, STEPS = 8, 5, 10
 ATTEMPTS = 25
 """Where other programs hold the cores for 5 ms, another rank is late: one run must have all steps."""

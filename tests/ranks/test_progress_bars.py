@@ -87,6 +87,7 @@ def is_live(view, rank):
     return len(set(percents)) > 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("statement", IMPORTS)
 def test_a_tqdm_bar_grows_on_one_line_of_its_rank(statement):
     view = watched(with_tqdm, statement)
@@ -97,7 +98,6 @@ def test_a_tqdm_bar_grows_on_one_line_of_its_rank(statement):
         assert view.final.ranks[rank].transcript.displays == ()
 
 
-@pytest.mark.full
 @NEEDS_RICH
 def test_a_rich_bar_grows_on_one_line_of_its_rank():
     view = watched(with_rich)

@@ -23,9 +23,14 @@ def printed(fn, nproc=1):
 # --- threads -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_lines_of_several_threads_do_not_run_together():
     def work():
         import threading
+
+        from nblaunch.rank import stdio
+
+        stdio._HELD_SECONDS = 60  # a busy machine may stop a thread within a line
 
         def talk(number):
             for line in range(300):
@@ -102,6 +107,7 @@ def test_a_program_that_opens_dev_stdout_does_not_empty_the_log():
     assert sorted(shown.split()) == sorted([*stdout.split(), "tee"])
 
 
+@pytest.mark.quick
 def test_a_program_that_writes_much_and_binary_loses_nothing():
     def work():
         import subprocess
@@ -155,6 +161,7 @@ def session(place):
         yield opened
 
 
+@pytest.mark.quick
 def test_what_a_thread_prints_between_two_cells_is_in_the_next_result(session, eventually, tmp_path):
     started = """
 import sys, threading, time
@@ -173,6 +180,7 @@ threading.Thread(target=late).start()
     # What the user does not see as a run does not take it.
     session.push({"other": 1})
     session._live.complete("oth", 3)
+    eventually(lambda: not session._live.busy, "no rank is at work on that any more")
     second = session.cell("print('second')", namespace={})
     assert first.ranks[0].stdout == ""
     assert second.ranks[1].stdout == "late word\nsecond\n"

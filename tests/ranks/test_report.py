@@ -21,6 +21,8 @@ from nblaunch.client.preparation import prepare_call
 from nblaunch.client.run import SilentView, run_fresh
 from nblaunch.options.launch import LaunchOptions
 
+pytestmark = pytest.mark.quick
+
 TOKEN = "tok_3fd1c9-secret"  # noqa: S105 - looks like one
 SECRET = {"API_TOKEN": TOKEN, "FLAG": "1"}
 HERE = Path(__file__)
@@ -240,6 +242,7 @@ def test_64_ranks_with_long_output_are_reported_in_4000_tokens():
     assert told["left_out"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_report_is_made_without_torch_in_the_kernel(script):
     done = script(

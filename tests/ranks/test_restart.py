@@ -114,7 +114,6 @@ def fail():
 @pytest.mark.slow_at("4")
 # DDP puts gradients into one buffer in the order of their first use: of more than two ranks the sums are then
 # rounded otherwise after a restart, in this program as in any.
-@pytest.mark.full
 @pytest.mark.parametrize(("nproc", "with_ddp"), sampled([(2, True), (4, False)]), ids=["2, DDP", "4"])
 def test_a_training_that_loses_ranks_ends_with_the_parameters_of_one_that_does_not(nproc, with_ddp, tmp_path):
     for name in ("smooth", "bumpy", "logs"):
@@ -223,6 +222,7 @@ def test_a_rank_that_resists_is_gone_before_the_next_attempt_begins(tmp_path):
     assert second.started - first.failures[0].time >= grace
 
 
+@pytest.mark.quick
 def test_each_attempt_has_a_process_group_that_works():
     def job():
         attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -257,7 +257,6 @@ def test_when_no_restart_is_left_the_error_is_that_of_the_last_attempt(nproc):
     must_work(nproc)
 
 
-@pytest.mark.full
 def test_a_timeout_is_for_all_attempts_together():
     usual(2)
 

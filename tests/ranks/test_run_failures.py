@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pathlib
@@ -11,13 +10,13 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 from chaos import reported
 from lanes import sampled
-from older_torch import without_gloos_own
 
 import nblaunch
+
+pytestmark = pytest.mark.quick
 
 
 class TwoArgumentsError(Exception):
@@ -33,6 +32,13 @@ class HoldsLockError(Exception):
     def __init__(self):
         super().__init__("holds a lock")
         self.lock = threading.Lock()
+
+
+class RefusesError(Exception):
+    """Raises when it is pickled."""
+
+    def __reduce__(self):
+        raise TypeError("never")
 
 
 class SilentError(Exception):
@@ -123,15 +129,6 @@ def test_with_check_off_the_result_is_returned_and_not_raised():
     assert result.root_cause.message == "no"
 
 
-def test_after_a_failure_all_ranks_are_gone_and_the_next_run_works():
-    def action():
-        raise ValueError
-
-    _, result, _ = failed(action)
-    assert [psutil.pid_exists(each.pid) for each in result.ranks] == [False, False]
-    assert nblaunch.run(lambda: 1, nproc=2).values == [1, 1]
-
-
 def test_notes_attributes_and_causes_of_an_exception_survive():
     def action():
         error = OSError(2, "gone", "/some/file")
@@ -168,6 +165,7 @@ def test_a_group_of_exceptions_arrives_as_one():
     [
         (HoldsLockError, (), "holds a lock"),
         (TwoArgumentsError, ("this", "that"), "this because that"),
+        (RefusesError, ("odd",), "odd"),
         (SilentError, (), "<its text raised ZeroDivisionError>"),
     ],
 )
@@ -270,17 +268,11 @@ def kill_with(number):
 
 DEATHS = {
     "os._exit(0)": (lambda: os._exit(0), 0, None, "ended with exit code 0 but returned no value"),
-    "os._exit(7)": (lambda: os._exit(7), 7, None, "ended with exit code 7"),
     "SIGKILL": (kill_with(signal.SIGKILL), -9, "SIGKILL", "was killed by SIGKILL"),
-    "SIGTERM": (kill_with(signal.SIGTERM), -15, "SIGTERM", "was killed by SIGTERM"),
-    "SIGSEGV": (lambda: ctypes.string_at(0), -11, "SIGSEGV", "was killed by SIGSEGV"),
-    "SIGABRT": (os.abort, -6, "SIGABRT", "was killed by SIGABRT"),
 }
 
 
-@pytest.mark.parametrize(
-    ("action", "exitcode", "name", "reason"), sampled(DEATHS.values(), 3), ids=DEATHS.keys()
-)
+@pytest.mark.parametrize(("action", "exitcode", "name", "reason"), DEATHS.values(), ids=DEATHS.keys())
 def test_a_rank_that_dies_without_a_word_is_a_failure_whatever_its_exit_code(action, exitcode, name, reason):
     error, result, part = failed(action)
     (failure,) = result.failures
@@ -294,40 +286,6 @@ def test_a_rank_that_dies_without_a_word_is_a_failure_whatever_its_exit_code(act
     with pytest.raises(nblaunch.RunFailedError, match="rank 1 has no value") as caught:
         result[1]
     assert caught.value.root_cause is failure
-
-
-@pytest.mark.parametrize(
-    "action", [lambda: os._exit(0), kill_with(signal.SIGKILL)], ids=["os._exit(0)", "SIGKILL"]
-)
-def test_a_rank_that_dies_while_others_wait_for_it_is_the_root_cause(action):
-    def job():
-        from torch import distributed
-
-        if os.environ["RANK"] == "1":
-            action()
-        distributed.barrier()
-
-    started = time.monotonic()
-    with pytest.raises(nblaunch.RunFailedError) as caught:
-        nblaunch.run(job, nproc=2)
-    assert caught.value.root_cause.rank == 1
-    assert time.monotonic() - started < 10
-
-
-def test_where_python_was_at_a_fatal_signal_is_told():
-    _, _, part = failed(lambda: ctypes.string_at(0))
-    assert "Segmentation fault" in part.failure.traceback
-    assert "string_at" in part.failure.traceback
-
-
-def test_what_a_dead_rank_printed_last_is_in_the_error():
-    def action():
-        print("about to go")
-        os._exit(7)
-
-    error, _, part = failed(action)
-    assert without_gloos_own(part.failure.last_output) == "about to go"
-    assert "about to go" in str(error)
 
 
 def test_a_job_that_closes_every_descriptor_still_ends():
@@ -383,8 +341,8 @@ def test_a_run_that_takes_longer_than_its_timeout_is_ended():
         time.sleep(100)
         return None
 
-    with pytest.raises(nblaunch.RunTimeoutError, match=r"given 0\.5 s and did not end") as caught:
-        nblaunch.run(job, nproc=2, timeout=0.5)
+    with pytest.raises(nblaunch.RunTimeoutError, match=r"given 3 s and did not end") as caught:
+        nblaunch.run(job, nproc=2, timeout=3)
     error = caught.value
     assert isinstance(error, TimeoutError)
     assert isinstance(error, nblaunch.RunFailedError)
@@ -432,37 +390,6 @@ def test_a_run_that_ends_in_time_does_not_time_out():
 
 
 # --- restarts --------------------------------------------------------------------------------------
-
-
-def test_a_group_with_a_restart_left_starts_again_and_says_so(tmp_path):
-    def job():
-        from torch import distributed
-
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        print("attempt", attempt)
-        distributed.barrier()
-        if attempt == 0 and os.environ["RANK"] == "1":
-            raise ValueError("the first time")
-        distributed.barrier()
-        return attempt
-
-    result = nblaunch.run(job, nproc=2, max_restarts=2, log_dir=str(tmp_path))
-    assert result.values == [1, 1]
-    assert result.ok
-    assert [each.reason for each in result.attempts] == ["started", "failure"]
-    assert [[failure.rank for failure in each.failures][:1] for each in result.attempts] == [[1], []]
-    assert [each.attempt for each in result.ranks] == [1, 1]
-    assert [each.stdout for each in result.ranks] == ["attempt 1\n", "attempt 1\n"]
-
-
-def test_a_group_out_of_restarts_fails_with_the_last_attempts_cause():
-    def action():
-        raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-    error, result, _ = failed(action, max_restarts=1)
-    assert len(result.attempts) == 2
-    assert str(error.__cause__) == "1"
-    assert "in attempt 2 of 2" in str(error)
 
 
 # --- refused before anything starts ----------------------------------------------------------------
@@ -523,6 +450,7 @@ def refused(script, tmp_path):
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_wrong_options_and_values_that_cannot_be_sent_are_refused_before_any_process_starts(refused):
     assert [error[0] for error in refused["errors"]] == ["OptionError"] * 10 + ["CaptureError"] * 3
     said = [error[1] for error in refused["errors"]]
@@ -540,6 +468,7 @@ def test_wrong_options_and_values_that_cannot_be_sent_are_refused_before_any_pro
     assert (refused["children"], refused["threads"], refused["files"]) == (3, 1, [])
 
 
+@pytest.mark.full
 def test_what_cannot_be_sent_is_named_with_its_path_and_size(refused):
     positional, by_name, from_globals = refused["errors"][-3:]
     assert positional[2:4] == ["args[0]", "args[0].model['lock']"]
@@ -552,6 +481,7 @@ def test_what_cannot_be_sent_is_named_with_its_path_and_size(refused):
         assert "_thread.lock" in message
 
 
+@pytest.mark.full
 def test_a_rank_that_cannot_connect_says_why(poke):
     poke("type(local.hub).address = property(lambda _: 'nowhere://at.all')")
     with pytest.raises(nblaunch.LaunchError, match="could not be started") as caught:
@@ -572,6 +502,7 @@ def test_errors_can_be_pickled_with_all_that_they_know():
     assert copy.result.values == ["kept", None]
 
 
+@pytest.mark.full
 def test_an_uncaught_failure_of_a_script_shows_the_ranks_traceback(script):
     done = script(
         """

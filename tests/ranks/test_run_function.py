@@ -34,6 +34,8 @@ from lanes import sampled
 import nblaunch
 from nblaunch.client.local import local
 
+pytestmark = pytest.mark.quick
+
 
 def rank_of_environment():
     return int(os.environ["RANK"])
@@ -194,6 +196,7 @@ UNGUARDED = """
 """
 
 
+@pytest.mark.full
 def test_a_script_without_a_main_guard_runs_once_and_not_again_in_the_ranks(script, tmp_path):
     done = script(UNGUARDED)
     assert (done.stdout, done.stderr) == ("[20, 21]\n[30, 31]\n", "")
@@ -252,12 +255,7 @@ def test_terminal_ipython_runs_functions_that_were_typed_into_it(tmp_path):
     assert "VALUES [0, 4]" in done.stdout, done.stderr
 
 
-def test_terminal_ipython_runs_a_file_given_to_it(terminal):
-    done = terminal(["import nblaunch", "def job(): return 6", "print(nblaunch.run(job, nproc=2).values)"])
-    assert done.returncode == 0, done.stderr
-    assert "[6, 6]" in done.stdout
-
-
+@pytest.mark.full
 def test_the_first_run_may_come_from_a_thread_that_ends_before_the_second(script):
     """What a rank's life hangs on is the process that started it, not the thread."""
     done = script(

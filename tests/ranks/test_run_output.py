@@ -23,6 +23,7 @@ def printed(job, *, nproc=1, **options):
     return [(each.stdout, each.stderr) for each in result.ranks]
 
 
+@pytest.mark.quick
 def test_each_rank_has_its_own_output_by_stream():
     def job():
         rank = os.environ["RANK"]
@@ -40,6 +41,7 @@ def test_a_run_prints_nothing_itself_unless_asked(capfd):
     assert "shown" in capfd.readouterr().out
 
 
+@pytest.mark.quick
 def test_python_native_code_and_child_processes_keep_their_order():
     def job():
         libc = ctypes.CDLL(None)
@@ -65,7 +67,6 @@ def test_python_native_code_and_child_processes_keep_their_order():
     assert err == ""
 
 
-@pytest.mark.full
 def test_nothing_of_200_000_lines_is_lost_or_moved():
     def job():
         rank = os.environ["RANK"]
@@ -79,28 +80,10 @@ def test_nothing_of_200_000_lines_is_lost_or_moved():
         assert err == "".join(f"{rank} {number}\n" for number in range(0, LINES, 1000))
 
 
-def test_a_megabyte_without_a_line_break_is_kept():
-    def job():
-        print("x" * 1_000_000, end="")
+@pytest.mark.quick
+def test_text_arrives_as_it_was_printed():
+    text = "\n\na\rb\r\nc, tab\t\0\x1b[31mred\x1b[0m, na\xefve \N{SNOWMAN}" + "\N{ROCKET}" * 200_000
 
-    assert printed(job) == [("x" * 1_000_000, "")]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "no line break",
-        "\n",
-        "\n\n",
-        "naïve \N{SNOWMAN} \N{ROCKET}",
-        "a\rb\r\nc",
-        "tab\t\0\x1b[31mred\x1b[0m",
-        "\N{ROCKET}" * 40_000,
-    ],
-    ids=["nothing", "no break", "break", "breaks", "unicode", "carriage returns", "control", "wide"],
-)
-def test_text_arrives_as_it_was_printed(text):
     def job():
         sys.stdout.write(text)
         sys.stderr.write(text)
@@ -129,20 +112,7 @@ def test_a_character_cut_by_two_writes_is_whole():
     assert printed(job) == [("\N{SNOWMAN}\n", "between\n")]
 
 
-def test_threads_and_processes_of_a_rank_print_too():
-    def job():
-        thread = threading.Thread(target=print, args=("from a thread",))
-        thread.start()
-        thread.join()
-        pid = os.fork()
-        if pid == 0:
-            print("from a fork")
-            os._exit(0)
-        os.waitpid(pid, 0)
-
-    assert printed(job) == [("from a thread\nfrom a fork\n", "")]
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(0), os.abort])
 def test_what_was_printed_before_a_sudden_death_is_there(end):
     def job():
@@ -213,14 +183,3 @@ def test_displays_of_a_function_are_in_the_result():
     assert (second.data, second.metadata) == ({"text/plain": "kept"}, {"text/plain": {"more": 1}})
     assert third.data["image/png"].strip() == "iVBORw0KGgo="
     assert result.ranks[1].displays == ()
-
-
-def test_an_ended_run_gives_nothing_to_the_next_one():
-    def noisy():
-        print("first")
-
-    def silent():
-        return 1
-
-    nblaunch.run(noisy, nproc=2)
-    assert printed(silent, nproc=2) == [("", ""), ("", "")]

@@ -490,7 +490,6 @@ def test_it_works_on_fresh_ranks(kernel, what):
 # --- compiled: each process that compiles loads a compiler --------------------------------------------
 
 
-@pytest.mark.full
 def test_compiled_functions_and_modules_are_compiled_again_with_their_options(kernel):
     kernel.run("""
         import torch

@@ -18,6 +18,9 @@ import torch
 from lanes import sampled
 
 import nblaunch
+from nblaunch.capture.names import cell_names
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(scope="module", params=sampled([2, 4], ci=1), ids=["2 ranks", "4 ranks"])
@@ -546,7 +549,7 @@ def nblaunch_background(session: nblaunch.Session, source: str) -> Any:
 def cell_job(source: str) -> tuple[Any, ...]:
     from nblaunch.protocol.messages import CellJob
 
-    return CellJob(source, "<session cell>", "session cell", first_line=1), source, {}, str
+    return CellJob(source, "<session cell>", "session cell", first_line=1), cell_names(source), {}
 
 
 def test_a_restart_gives_new_ranks_without_variables(own):
@@ -649,6 +652,7 @@ def divide_by_zero(array):
     return 1 / (array.size - 1000)
 
 
+@pytest.mark.full
 def test_a_program_that_forgets_its_session_ends(script, place):
     """With ranks at work, too."""
     program = script(f"""

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def session_kernel(module_kernel, place):
@@ -208,6 +210,7 @@ def test_a_name_that_is_taken_is_said(kernel):
     assert "there is one already, with 4 ranks. Stop it first (%distributed stop)" in error.evalue
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_without_a_default_session_a_cell_says_which_ones_there_are(start_kernel, place):
     kernel = start_kernel()
@@ -247,6 +250,7 @@ def test_completion_of_what_lives_on_the_ranks(kernel):
     assert kernel.complete("%%distributed --ti") == ["--timeout"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.once
 def test_completion_in_a_terminal(terminal, place):
@@ -459,6 +463,7 @@ def test_a_local_cell_that_fails_stops_the_notebook_with_or_without_auto(kernel)
     assert kernel.ok("1 + 1").result == "2"
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_auto_needs_a_session(start_kernel, place):
     kernel = start_kernel()
@@ -473,6 +478,7 @@ def test_auto_needs_a_session(start_kernel, place):
 # --- ends ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.slow_at("nodes")
 def test_restart_and_stop(start_kernel, place):
     kernel = start_kernel()
@@ -494,6 +500,7 @@ def test_restart_and_stop(start_kernel, place):
     assert kernel.value("res.values") == [3] * 3
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_rank_that_dies_takes_all_variables_along_and_the_next_cell_works(start_kernel, place):
     kernel = start_kernel()
@@ -510,6 +517,7 @@ def test_a_rank_that_dies_takes_all_variables_along_and_the_next_cell_works(star
     assert kernel.value("[res.values, res.ranks[0].stdout]") == [[False, False], "again\n"]
 
 
+@pytest.mark.full
 @pytest.mark.slow_at(
     "machine-SIGKILL-nothing",
     "machine-shutdown-nothing",

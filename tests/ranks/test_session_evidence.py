@@ -92,6 +92,7 @@ def test_sends_and_receives_of_a_pipeline_are_no_mismatch(session):
     assert (result.ok, result.warnings) == (True, ())
 
 
+@pytest.mark.quick
 def test_a_send_that_a_failed_rank_did_not_receive_gives_no_wrong_number_later(session):
     failed = cell(
         session,
@@ -113,14 +114,12 @@ def test_what_a_registered_backend_of_no_recorder_has_done_is_not_taken_for_soun
     cell(session, "dist.destroy_process_group(); dist.init_process_group('gloo')")
 
 
-@pytest.mark.full
 def test_a_registered_backend_that_is_gloo_by_its_own_word_is_read_there(session):
     cell(session, "dist.destroy_process_group(); dist.init_process_group('renamed')")
     assert cell(session, "reduced(); raise ValueError('on all ranks')").warnings == ()
     cell(session, "dist.destroy_process_group(); dist.init_process_group('gloo')")
 
 
-@pytest.mark.full
 def test_without_a_record_of_collectives_a_mistake_costs_the_group():
     with nblaunch.Session(2, timeout=60, env={"TORCH_FR_BUFFER_SIZE": "0"}) as session:
         cell(session, SETUP)

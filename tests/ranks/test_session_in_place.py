@@ -37,6 +37,7 @@ def cell(session: nblaunch.Session, source: str) -> nblaunch.RunResult:
     return session.cell(textwrap.dedent(source), namespace={}, check=False)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("failing", ["forward", "between", "backward"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, kind, failing):
@@ -148,7 +149,6 @@ sharded, _ = made("fsdp")
 """
 
 
-@pytest.mark.full
 def test_a_heal_takes_less_than_50_ms_however_many_objects_there_are(session):
     """Counted on the rank that comes last to it: the others wait for that one."""
     assert cell(session, TIMED).ok
@@ -158,7 +158,6 @@ def test_a_heal_takes_less_than_50_ms_however_many_objects_there_are(session):
     assert min(map(min, zip(*took, strict=True))) < 0.05, took
 
 
-@pytest.mark.full
 def test_where_a_rank_cannot_form_its_groups_again_all_get_new_ones_and_the_reason_is_told():
     with nblaunch.Session(2, grace=0.5) as session:
         cell(session, f"{SETUP}group = dist.new_group([0, 1])\n{REFUSED}")
@@ -175,7 +174,6 @@ def quad() -> Iterator[nblaunch.Session]:
         yield session
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "made",
     [
@@ -196,7 +194,6 @@ def test_four_ranks_train_on_in_the_groups_of_a_mesh(quad, made):
     assert finished.values == [True] * 4, finished.failures
 
 
-@pytest.mark.full
 def test_ranks_that_are_in_no_part_of_a_split_name_later_groups_as_the_others_do(quad):
     made = cell(
         quad,
@@ -228,7 +225,6 @@ def test_a_group_of_some_ranks_goes_on_with_its_ranks_in_their_order(quad):
         ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_model_trains_on_as_if_an_interrupt_within_a_collective_had_not_been(
     kernel, tmp_path, eventually, kind

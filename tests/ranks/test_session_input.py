@@ -75,13 +75,13 @@ def test_each_rank_that_asks_is_answered_and_named(dialogue):
     assert [value[1] for value in values] == [None, "secret"]
 
 
+@pytest.mark.quick
 def test_where_nobody_can_be_asked_the_rank_is_told_so(dialogue):
     dialogue.run("%%distributed -n 2\ninput()", allow_stdin=False)
     assert dialogue.error
     assert "EOFError: nobody could be asked" in dialogue.error
 
 
-@pytest.mark.full
 def test_the_time_that_the_user_takes_is_not_the_runs(dialogue):
     """The limit is for the ranks; it begins again where it stood."""
 

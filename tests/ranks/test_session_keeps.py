@@ -152,6 +152,7 @@ def test_a_mistake_on_one_rank_waits_for_the_c_call_of_another(session, release)
     nothing_is_lost(session)
 
 
+@pytest.mark.quick
 def test_an_interrupt_waits_for_c_calls_and_forms_no_group_again(session, place, release):
     said: list[str] = []
     watch = release_after(session, release, said)
@@ -161,7 +162,6 @@ def test_an_interrupt_waits_for_c_calls_and_forms_no_group_again(session, place,
     nothing_is_lost(session)
 
 
-@pytest.mark.full
 def test_a_timeout_waits_for_c_calls_too(own_session, place, release):
     session = own_session(timeout=0.5)
     watch = release_after(session, release, [])
@@ -173,7 +173,6 @@ def test_a_timeout_waits_for_c_calls_too(own_session, place, release):
     nothing_is_lost(session)
 
 
-@pytest.mark.full
 def test_a_c_call_that_holds_the_interpreter_is_waited_for(session, release):
     said: list[str] = []
 
@@ -277,7 +276,6 @@ def test_a_mistake_on_one_rank_waits_for_the_import_of_another(session, release,
     nothing_is_lost(session)
 
 
-@pytest.mark.full
 def test_a_second_interrupt_breaks_an_import_off_and_costs_no_variable(session, release, package):
     finding_packages(session, release)
     error = pressed(session, f"import {package}", release, times=2)
@@ -286,7 +284,6 @@ def test_a_second_interrupt_breaks_an_import_off_and_costs_no_variable(session, 
     nothing_is_lost(session)
 
 
-@pytest.mark.full
 def test_an_import_without_an_end_is_broken_off_by_the_first_interrupt(own_session, release, package):
     session = finding_packages(own_session(), release)
     session.cell("from nblaunch.rank import control; control._IMPORT_SECONDS = 0.5")
@@ -295,7 +292,6 @@ def test_an_import_without_an_end_is_broken_off_by_the_first_interrupt(own_sessi
     nothing_is_lost(session)
 
 
-@pytest.mark.full
 def test_an_interrupt_of_fresh_ranks_waits_for_no_import(release, package):
     """Nothing uses their modules later."""
 
@@ -464,7 +460,6 @@ while True:
 """
 
 
-@pytest.mark.full
 def test_a_rank_that_goes_on_after_the_grace_period_is_replaced_and_that_is_said(own_session, release):
     session = own_session()
     result = cell(session, STUBBORN, release)
@@ -487,7 +482,6 @@ def test_a_second_interrupt_ends_ranks_in_c_code_and_says_what_is_lost(own_sessi
     assert session.status().attempt == 1
 
 
-@pytest.mark.full
 def test_a_background_job_that_is_cancelled_twice_is_ended_too(own_session, release):
     session = own_session(grace=60)
     session.push({"path": str(release)})
@@ -506,7 +500,6 @@ def test_a_background_job_that_is_cancelled_twice_is_ended_too(own_session, rele
     assert session.cell("'trained' in globals()").values == [False, False]
 
 
-@pytest.mark.full
 def test_a_stopped_rank_is_waited_for_until_it_goes_on(session, release):
     pid = session.run(os.getpid).values[1]
     said: list[str] = []
@@ -565,7 +558,6 @@ print("done")
 
 
 @pytest.mark.slow_at("machine-/nblaunch/_results.py")
-@pytest.mark.full
 @pytest.mark.parametrize("file", ["/nblaunch/_results.py", "/nblaunch/_api.py"])
 def test_an_interrupt_while_a_job_is_submitted_leaves_no_session_busy(file, tmp_path, place):
     assert said_by(SUBMIT, tmp_path, file, json.dumps(place.options(2))) == "done\n"

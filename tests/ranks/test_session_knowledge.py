@@ -124,6 +124,7 @@ def test_an_optimizer_that_comes_later_steps_the_ranks_model(notebook):
     assert notebook.both("train()") < 0.01
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("first", "then", "check"),
     [
@@ -164,6 +165,7 @@ def test_a_name_bound_again_in_the_notebook_is_taken_also_by_functions(notebook)
     assert notebook.both("scaled(10)") == 30
 
 
+@pytest.mark.quick
 def test_what_the_ranks_bound_themselves_stays_and_a_notice_says_so_once(notebook):
     notebook("lr = 0.1")
     notebook.ranks("lr = lr * 2; None")
@@ -230,6 +232,7 @@ def test_a_notebooks_variable_of_a_ranks_own_name_is_noticed(notebook, name):
 # --- changes in place --------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("made", "changed"),
     [
@@ -334,6 +337,7 @@ def test_looking_at_objects_is_no_change(notebook):
     assert notebook.ranks("train(1); None").warnings == ()
 
 
+@pytest.mark.quick
 def test_a_push_changes_the_object_that_the_ranks_have(notebook):
     notebook(TRAINING)
     notebook.ranks("train(1); kept = [model]; None")
@@ -462,6 +466,7 @@ def test_a_ranks_own_variable_survives_a_payload_that_cannot_be_read(notebook):
 # --- nothing is kept ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("within", ["{}", "[{}]", "{{'a': [{}]}}", "(lambda it: lambda: it)({})"])
 def test_the_notebook_frees_what_it_deletes(notebook, within):
     notebook.variables["array"] = np.ones(100_000)

@@ -184,7 +184,6 @@ def test_a_tensor_of_inference_mode_is_one_on_the_ranks_and_back_here(kernel):
         ]
 
 
-@pytest.mark.full
 def test_objects_of_pandas_that_share_memory_here_do_not_change_each_other_on_the_ranks(kernel):
     kernel.ok("""
         import pandas as pd
@@ -200,7 +199,6 @@ def test_objects_of_pandas_that_share_memory_here_do_not_change_each_other_on_th
         assert ranks(kernel, cell, line) == ([0, 0, 1, -1, 7, 1], [])
 
 
-@pytest.mark.full
 def test_a_session_of_a_script_shares_as_a_notebook_does(place):
     import numpy as np
     import torch

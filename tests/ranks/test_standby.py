@@ -60,6 +60,7 @@ def waiting(watched, eventually):
     return run_and_wait
 
 
+@pytest.mark.quick
 def test_a_run_takes_the_group_that_waits_and_another_one_follows(watched, waiting):
     first = {each.pid for each in waiting()}
     assert set(watched.run()) == first

@@ -7,6 +7,8 @@ import pytest
 import nblaunch
 from nblaunch import NblaunchError
 
+pytestmark = pytest.mark.quick
+
 
 def test_steps_are_counted_in_each_job_of_a_session():
     def train():

@@ -42,7 +42,6 @@ def runtime_of(kernel) -> psutil.Process:
 
 
 @pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
-@pytest.mark.quick
 def test_ranks_do_not_wait_for_a_client_that_is_stopped_and_it_misses_nothing(
     start_kernel, eventually, tmp_path, seconds
 ):

@@ -8,10 +8,13 @@ import pickle
 import socket as socket_of_os
 from pathlib import Path
 
+import pytest
 import zmq
 
 import nblaunch
 from nblaunch.client.local import local
+
+pytestmark = pytest.mark.quick
 
 
 def boom(path: str) -> None:

@@ -61,7 +61,6 @@ def burn(path):
         del held
 
 
-@pytest.mark.full
 def test_a_rank_that_computes_and_one_that_holds_memory_can_be_told_apart(tmp_path):
     end = tmp_path / "end"
 
@@ -69,19 +68,15 @@ def test_a_rank_that_computes_and_one_that_holds_memory_can_be_told_apart(tmp_pa
         def draw(self, state):
             super().draw(state)
             busy, holds = self.usages(0), self.usages(1)
-            if (busy and busy[-1].cpu_percent > 25 and holds and holds[-1].memory > HELD) or over():
+            apart = busy and holds and busy[-1].cpu_percent > 2 * holds[-1].cpu_percent
+            if (apart and holds[-1].memory > HELD) or time.monotonic() > deadline:
                 end.touch()
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     view = UntilMeasured()
-
-    def over():
-        return time.monotonic() > deadline
-
     watched(view, burn, str(end))
     busy, holds = view.usages(0)[-1], view.usages(1)[-1]
-    assert 25 < busy.cpu_percent < 150
-    assert holds.cpu_percent < busy.cpu_percent
+    assert 2 * holds.cpu_percent < busy.cpu_percent < 150
     # What ranks share with the fork server (torch itself) is not counted.
     assert HELD < holds.memory < HELD + 100 * MEGABYTE
     assert busy.memory < 100 * MEGABYTE
@@ -89,6 +84,7 @@ def test_a_rank_that_computes_and_one_that_holds_memory_can_be_told_apart(tmp_pa
         assert busy.gpu_memory is busy.gpu_percent is None
 
 
+@pytest.mark.quick
 def test_nobody_measures_for_a_run_that_nobody_watches(tmp_path):
     end = tmp_path / "end"
     seen = []
@@ -130,7 +126,6 @@ def late(path):
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_a_rank_that_hangs_is_found_although_others_are_measured_all_the_time(tmp_path):
     end = tmp_path / "end"
 
@@ -146,7 +141,6 @@ def test_a_rank_that_hangs_is_found_although_others_are_measured_all_the_time(tm
     assert len(view.usages(1)) > 1
 
 
-@pytest.mark.full
 def test_ranks_of_a_session_are_measured_in_each_job(place):
     """What is said of a job is not what the session did before it."""
     view = Watching()
@@ -155,7 +149,7 @@ def test_ranks_of_a_session_are_measured_in_each_job(place):
         session._live.watch = lambda *_: view
         session.run(time.sleep, (2.5,))
     assert view.usages(0)
-    assert view.usages(1)[-1].cpu_percent < 50
+    assert view.usages(1)[-1].cpu_percent < 50, "it has slept"
 
 
 @pytest.fixture
@@ -199,7 +193,6 @@ def test_a_process_that_is_gone_or_never_was_is_not_measured(process):
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_64_ranks_cost_about_a_twentieth_of_one_core_at_most(process):
     state = RunState(
         world_size=64,
@@ -207,7 +200,7 @@ def test_64_ranks_cost_about_a_twentieth_of_one_core_at_most(process):
         attempt=AttemptState(number=0, world_size=64, reason="started", started=0.0),
     )
     told: list[Measured] = []
-    with usage.measuring(lambda: state, told.append, wanted=True):
+    with usage.measuring(lambda: state, told.append):
         began = time.monotonic()
         thread = next(each for each in threading.enumerate() if each.name == "nblaunch-usage")
         while len(told) < 3 and time.monotonic() < began + 20:
@@ -270,7 +263,7 @@ def driver(monkeypatch):
 def asked(pid, device, visible=None):
     gpus = GpuMeter(SeenGpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
     try:
-        found = gpus.of(pid, device)
+        found = gpus.usage(pid, device)
     finally:
         gpus.close()
     return found.memory, found.percent
@@ -282,6 +275,7 @@ def test_a_process_that_the_driver_knows_has_its_own_memory(driver):
     assert known.open == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("device", "visible", "expected"),
     [
@@ -315,7 +309,7 @@ def test_a_virtual_local_rank_is_measured_on_the_gpu_that_it_sees(
     driver(4_000_077)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     measured = GpuMeter(SeenGpus(environ, alone=True, gpus=gpus))
-    found = measured.of(77, "cuda:0", local_rank)
+    found = measured.usage(77, "cuda:0", local_rank)
     assert (found.memory, found.percent) == expected
     measured.close()
 

@@ -27,6 +27,7 @@ def sent_bytes(result):
     return [sum(rank.value.sizes) for rank in result.state.ranks.values()]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("last", "named"),
     [
@@ -168,6 +169,7 @@ def stand_in():
     return NotSent("Net(\n  wide\n)", "__main__.Net", "why it is not here")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "use",
     [
@@ -196,6 +198,7 @@ def test_using_it_raises_with_the_reason(stand_in, use):
         use(stand_in)
 
 
+@pytest.mark.quick
 def test_it_looks_like_the_value(stand_in):
     from IPython.core.formatters import DisplayFormatter
 

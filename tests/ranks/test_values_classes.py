@@ -47,6 +47,7 @@ def session(place):
         yield session
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "made", ["Point()", "Slotted()", "Color.RED", "Derived()", "(Point(), [Color.RED])", "Point"]
 )
@@ -58,6 +59,7 @@ def test_equal_values_of_two_ranks_are_equal(session, made):
     assert first == third
 
 
+@pytest.mark.quick
 def test_its_methods_work(session):
     first, second = session.cell("Point(rank + 1)", namespace={})
     assert (first.doubled(), second.doubled()) == (2, 4)

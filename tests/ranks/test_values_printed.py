@@ -28,7 +28,6 @@ def memory():
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_what_ranks_print_is_not_kept_in_memory():
     nblaunch.run(talk, (1,), nproc=2, display=False)
     before = memory()
@@ -56,6 +55,7 @@ def test_one_ranks_result_keeps_its_text():
     assert rank.stdout == f"{LINE}\n" * 1000
 
 
+@pytest.mark.quick
 def test_a_pickled_result_holds_the_text(result):
     assert pickle.loads(pickle.dumps(result)).ranks[0].stdout == f"{LINE}\n" * 1000
 

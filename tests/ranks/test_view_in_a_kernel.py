@@ -25,14 +25,15 @@ REPOSITORY = str(Path(__file__).parents[2])
 
 
 RUN = """
-import time
+import os, time
 from nblaunch.protocol.messages import Payload, Printed, Returned, Started, Stream
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.view.display import choose_view
 from nblaunch.view.summary import Header
 
-def run(seconds, mode=None, ranks=2, pause=0.005):
-    view = choose_view(Header("cell", "gloo"), mode)
+def run(seconds, mode="", ranks=2, pause=0.005):
+    os.environ["NBLAUNCH_DISPLAY"] = mode
+    view = choose_view(Header("cell", "gloo"))
     state = RunState.fresh(ranks)
     view.open(state)
     for rank in range(ranks):
@@ -116,7 +117,6 @@ def test_a_short_run_makes_exactly_one_display_and_no_widget(kernel):
     assert "the end" in content["data"]["text/html"]
 
 
-@pytest.mark.full
 @pytest.mark.oldest
 def test_a_long_run_shows_a_panel_and_leaves_static_html(kernel):
     # As programs that execute notebooks ask: they take updates of a display.
@@ -199,6 +199,7 @@ finally:
     assert content["data"]["text/plain"] == "rank 0: 3.0"
 
 
+@pytest.mark.quick
 @pytest.mark.oldest
 def test_a_saved_notebook_holds_static_html_and_no_widget():
     saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN + "\nrun(0.5)")])
@@ -209,21 +210,6 @@ def test_a_saved_notebook_holds_static_html_and_no_widget():
     assert set(output["data"]) == {"text/html", "text/plain"}
     assert "the end" in output["data"]["text/html"]
     assert "widgets" not in saved.metadata
-
-
-@pytest.mark.oldest
-def test_the_environment_variable_chooses_in_a_kernel_too(kernel):
-    kernel.execute("import os; os.environ['NBLAUNCH_DISPLAY'] = 'text'")
-    try:
-        ((_, content),) = kernel.execute("run(0.3)")
-    finally:
-        kernel.execute("del os.environ['NBLAUNCH_DISPLAY']")
-    assert set(content["data"]) == {"text/plain"}
-
-
-notices_pages = pytest.mark.skipif(
-    int(version("ipykernel").split(".")[0]) < 7, reason="ipykernel 6 does not notice that a page has come"
-)
 
 
 @pytest.fixture
@@ -244,6 +230,12 @@ def received(client, until):
     return messages
 
 
+notices_pages = pytest.mark.skipif(
+    int(version("ipykernel").split(".")[0]) < 7, reason="ipykernel 6 does not notice that a page has come"
+)
+
+
+@pytest.mark.quick
 @notices_pages
 def test_a_page_that_connects_during_a_run_is_sent_the_panel_and_its_end(kernel, page):
     kernel.client.execute("run(2.5)")

@@ -93,6 +93,7 @@ def test_collectives_that_differ_stop_the_ranks_and_the_session_goes_on(session,
     assert sums == [3.0, 3.0, 3.0]
 
 
+@pytest.mark.quick
 def test_the_error_names_both_collectives_and_both_stacks(session, tmp_path):
     session.cell("def reduce(t):\n    dist.all_reduce(t)", namespace={})
     error = last(session, tmp_path, "reduce(torch.ones(4))", "dist.broadcast(torch.ones(2, 2), 0)")

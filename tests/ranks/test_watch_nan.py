@@ -113,6 +113,7 @@ def test_however_gradients_are_kept_the_parameter_is_named(session, wrapped, val
     assert error.step == 3
 
 
+@pytest.mark.quick
 def test_a_loss_is_named_by_its_variable_before_the_backward_pass(session):
     source = """
     model = Net()
@@ -140,6 +141,7 @@ def test_steps_are_those_of_nblaunch_step_where_it_is_called(session):
     assert (rank, message, error.step) == (1, "the loss is NaN, in step 12", 12)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "said"),
     sampled(

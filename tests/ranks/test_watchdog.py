@@ -30,6 +30,7 @@ def overruns(rank, scope):
     dist.barrier()
 
 
+@pytest.mark.quick
 def test_a_rank_that_overruns_its_scope_is_killed_and_says_which_and_when():
     before = time.time()
     result = nblaunch.run(overruns, (1, "train step"), nproc=2, env={SWITCH: "1"}, check=False)

@@ -17,19 +17,10 @@ from nblaunch._errors import NblaunchError
 from nblaunch.capture import shared_memory
 from nblaunch.capture.pickling import dumps
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.client import ClientRecord, JobOrder
-from nblaunch.protocol.messages import (
-    AttemptStarted,
-    Dispatch,
-    Displayed,
-    FunctionJob,
-    Payload,
-    Printed,
-    Returned,
-    Started,
-    Stream,
-)
-from nblaunch.protocol.state import Message, RunState, advance, decode_state, encode_state
+from nblaunch.protocol.messages import encode
+from nblaunch.protocol.state import Message, RunState, advance, decode_state
 from nblaunch.protocol.transcript import Text
 from nblaunch.runtime.archive import Archive, Bounds, bounded, most_values
 from nblaunch.runtime.jobs import RunningJob
@@ -61,11 +52,11 @@ def ended(tmp_path):
     """Give `ended(number, *messages, value=)`: a job of one rank that has ended."""
 
     def job(number, *messages, value=b""):
-        dispatches = (((), Dispatch(job=FunctionJob(), payload=Payload((0,), inline=b""))),)
+        dispatches = (((), wire.Dispatch(job=wire.FunctionJob(), payload=wire.Payload((0,), inline=b""))),)
         order = JobOrder(
             number=number,
             dispatches=dispatches,
-            state=encode_state(RunState.fresh(1)),
+            state=encode(RunState.fresh(1)),
             title=f"job {number}",
             options=LaunchOptions(),
         )
@@ -74,7 +65,7 @@ def ended(tmp_path):
         for message in messages:
             running.fold(message)
         with shared_memory.put(dumps(value), lambda: tmp_path) as sent:
-            returned = Returned(rank=0, value=sent.payload, text="", time=2.0)
+            returned = wire.Returned(rank=0, value=sent.payload, text="", time=2.0)
             running.fold(cast("Message", running.take(returned)))
         running.finish(3.0)
         return running
@@ -191,7 +182,7 @@ def test_jobs_beyond_the_bound_are_forgotten(archives, ended, tmp_path):
 
 def test_older_states_are_on_disk_alone_once_they_are_there(archives, ended, tmp_path):
     archive = archives(in_memory=1)
-    archive.add(ended(1, Printed(rank=0, stream=Stream.STDOUT, text="first\n")))
+    archive.add(ended(1, wire.Printed(rank=0, stream=wire.Stream.STDOUT, text="first\n")))
     state = archive.get(1).snapshot().state
     assert archive.get(1).state is not None
     archive.add(ended(2))
@@ -206,11 +197,11 @@ def test_a_state_that_cannot_be_written_stays_in_memory(archives, ended, tmp_pat
     (tmp_path / "job-1").mkdir()
     (tmp_path / "job-1" / "in the way").touch()
     archive = archives(in_memory=0)
-    archive.add(ended(1, Printed(rank=0, stream=Stream.STDOUT, text="first\n")))
+    archive.add(ended(1, wire.Printed(rank=0, stream=wire.Stream.STDOUT, text="first\n")))
     archive.add(ended(2))
     archive.flush()
     known = decode_state(archive.get(1).snapshot().state).ranks[0]
-    assert known.transcript.entries == (Text(Stream.STDOUT, "first\n"),)
+    assert known.transcript.entries == (Text(wire.Stream.STDOUT, "first\n"),)
 
 
 def test_of_a_job_that_is_not_kept_there_is_a_record(archives, ended, tmp_path):
@@ -225,7 +216,7 @@ def test_of_a_job_that_is_not_kept_there_is_a_record(archives, ended, tmp_path):
 
 
 def figure(rank, number, size):
-    return Displayed(rank=rank, data={"text/plain": f"{number}", "image/png": "x" * size})
+    return wire.Displayed(rank=rank, data={"text/plain": f"{number}", "image/png": "x" * size})
 
 
 def numbers(state, rank):
@@ -234,12 +225,12 @@ def numbers(state, rank):
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9000)), max_size=60), st.integers(2000, 60_000))
 def test_the_oldest_displays_of_a_large_state_are_dropped_and_counted(shown, limit):
-    state = advance(RunState.fresh(2), Started(rank=0, time=1.0))
+    state = advance(RunState.fresh(2), wire.Started(rank=0, time=1.0))
     for number, (rank, size) in enumerate(shown):
         state = advance(state, figure(rank, number, size))
     left, count = bounded(state, limit)
-    assert len(encode_state(left)) <= limit
-    assert (count == 0) == (len(encode_state(state)) <= limit) == (left is state)
+    assert len(encode(left)) <= limit
+    assert (count == 0) == (len(encode(state)) <= limit) == (left is state)
     for rank in (0, 1):
         before, after = numbers(state, rank), numbers(left, rank)
         assert after == before[len(before) - len(after) :]
@@ -252,15 +243,17 @@ def test_the_oldest_displays_of_a_large_state_are_dropped_and_counted(shown, lim
 def test_displays_of_earlier_attempts_go_first_and_no_text_goes():
     state = RunState.fresh(1)
     for attempt in (1, 2):
-        state = advance(state, Printed(rank=0, stream=Stream.STDOUT, text="kept\n"))
+        state = advance(state, wire.Printed(rank=0, stream=wire.Stream.STDOUT, text="kept\n"))
         state = advance(state, figure(0, attempt, 5000))
         if attempt == 1:
-            state = advance(state, AttemptStarted(number=1, world_size=1, pids={}, reason="again", time=1.0))
-    left, count = bounded(state, len(encode_state(state)) - 10)
+            state = advance(
+                state, wire.AttemptStarted(number=1, world_size=1, pids={}, reason="again", time=1.0)
+            )
+    left, count = bounded(state, len(encode(state)) - 10)
     assert count == 1
     assert [len(each.ranks[0].transcript.displays) for each in left.attempts] == [0, 1]
     texts = [each.ranks[0].transcript.entries[0] for each in left.attempts]
-    assert texts == [Text(Stream.STDOUT, "kept\n")] * 2
+    assert texts == [Text(wire.Stream.STDOUT, "kept\n")] * 2
 
 
 def test_dropped_displays_are_named_in_the_record(archives, ended):

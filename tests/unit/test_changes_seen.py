@@ -11,6 +11,7 @@ import torch
 from lanes import sampled
 
 from nblaunch.capture.capture import capture_cell
+from nblaunch.capture.names import cell_names
 from nblaunch.client.knowledge import Knowledge
 from nblaunch.protocol.messages import Names
 
@@ -31,7 +32,7 @@ class Notebook:
     def changed(self, cell: str) -> set[str]:
         """Send what a cell uses; return the variables that were changed since they were sent."""
         [view] = self.knowledge.views([0], self.names, self.variables)
-        captured = capture_cell(cell, self.variables, known=view)
+        captured = capture_cell(cell_names(cell), self.variables, known=view)
         self.knowledge.remember(view, view.delivery(captured))
         view.find_changes()
         had = self.names[0].names if 0 in self.names else ()
@@ -137,6 +138,14 @@ def test_what_is_kept_to_compare_a_large_dictionary_goes_with_it():
     assert not table.attached
 
 
+IMPORTS = """
+import abc, argparse, array, configparser, contextlib, dataclasses, datetime, enum, functools, io, logging
+import operator, pathlib, random, re, types, typing, uuid, weakref
+from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from decimal import Decimal
+from fractions import Fraction
+import numpy as np, pandas as pd
+"""
 # A variable `it`, and code that uses it without changing it.
 UNCHANGED = {
     "tuple": ("it = (1, [2], {3: 4})", "it[1], repr(it)"),
@@ -144,8 +153,7 @@ UNCHANGED = {
     "frozenset": ("it = frozenset(map(str, range(100)))", "hash(it)"),
     "set of objects": (
         """
-        class A:
-            pass
+        class A: pass
         it = {A() for _ in range(20)}
         """,
         "len(it), list(it)",
@@ -153,140 +161,40 @@ UNCHANGED = {
     "dict of texts": ("it = {'a' * 3: 'b' * 3, 1: [2]}", "it.get('aaa'), list(it.items())"),
     "dict by object": (
         """
-        class A:
-            pass
+        class A: pass
         key = A()
         it = {key: 1}
         """,
         "it[key], hash(key)",
     ),
-    "defaultdict": (
-        """
-        from collections import defaultdict
-        it = defaultdict(list, a=[1])
-        """,
-        "it['a'], it.get('b')",
-    ),
-    "Counter": (
-        """
-        from collections import Counter
-        it = Counter('abca')
-        """,
-        "it.most_common(), it['x']",
-    ),
-    "OrderedDict": (
-        """
-        from collections import OrderedDict
-        it = OrderedDict(a=[1])
-        """,
-        "list(it), it == {}",
-    ),
-    "ChainMap": (
-        """
-        from collections import ChainMap
-        it = ChainMap({'a': 1}, {'b': 2})
-        """,
-        "it['b'], list(it)",
-    ),
-    "deque": (
-        """
-        from collections import deque
-        it = deque([1, [2]], 5)
-        """,
-        "it[0], list(it)",
-    ),
+    "defaultdict": ("it = defaultdict(list, a=[1])", "it['a'], it.get('b')"),
+    "Counter": ("it = Counter('abca')", "it.most_common(), it['x']"),
+    "OrderedDict": ("it = OrderedDict(a=[1])", "list(it), it == {}"),
+    "ChainMap": ("it = ChainMap({'a': 1}, {'b': 2})", "it['b'], list(it)"),
+    "deque": ("it = deque([1, [2]], 5)", "it[0], list(it)"),
     "namedtuple": (
         """
-        from collections import namedtuple
         P = namedtuple('P', 'a b')
         it = P(1, [2])
         """,
         "it.a, it._asdict()",
     ),
-    "UserDict": (
-        """
-        from collections import UserDict
-        it = UserDict(a=1)
-        """,
-        "it['a'], len(it)",
-    ),
-    "array": (
-        """
-        import array
-        it = array.array('d', [1, 2])
-        """,
-        "it[0], it.tolist()",
-    ),
+    "UserDict": ("it = UserDict(a=1)", "it['a'], len(it)"),
+    "array": ("it = array.array('d', [1, 2])", "it[0], it.tolist()"),
     "bytearray": ("it = bytearray(b'abc')", "bytes(it), it.find(b'b')"),
     "range": ("it = [range(3), slice(1, 2)]", "list(it[0])"),
-    "StringIO": (
-        """
-        import io
-        it = io.StringIO('abc')
-        """,
-        "it.getvalue()",
-    ),
-    "pattern": (
-        """
-        import re
-        it = re.compile('a+')
-        """,
-        "it.match('aa').group()",
-    ),
-    "path": (
-        """
-        import pathlib
-        it = pathlib.Path('/a') / 'b'
-        """,
-        "str(it), hash(it), it.name, it.parts, it.suffix",
-    ),
-    "datetime": (
-        """
-        import datetime
-        it = [datetime.datetime(2026, 1, 1), datetime.timedelta(1)]
-        """,
-        "hash(it[0]), str(it)",
-    ),
-    "Decimal": (
-        """
-        from decimal import Decimal
-        it = Decimal('1.10')
-        """,
-        "hash(it), it + 1",
-    ),
-    "Fraction": (
-        """
-        from fractions import Fraction
-        it = Fraction(1, 3)
-        """,
-        "hash(it), it + 1",
-    ),
-    "uuid": (
-        """
-        import uuid
-        it = uuid.UUID(int=3)
-        """,
-        "hash(it), it.hex",
-    ),
-    "random": (
-        """
-        import random
-        it = random.Random(3)
-        """,
-        "it.getstate()",
-    ),
-    "logger": (
-        """
-        import logging
-        it = logging.getLogger('a.b')
-        """,
-        "it.isEnabledFor(10), it.debug('x'), it.level",
-    ),
+    "StringIO": ("it = io.StringIO('abc')", "it.getvalue()"),
+    "pattern": ("it = re.compile('a+')", "it.match('aa').group()"),
+    "path": ("it = pathlib.Path('/a') / 'b'", "str(it), hash(it), it.name, it.parts, it.suffix"),
+    "datetime": ("it = [datetime.datetime(2026, 1, 1), datetime.timedelta(1)]", "hash(it[0]), str(it)"),
+    "Decimal": ("it = Decimal('1.10')", "hash(it), it + 1"),
+    "Fraction": ("it = Fraction(1, 3)", "hash(it), it + 1"),
+    "uuid": ("it = uuid.UUID(int=3)", "hash(it), it.hex"),
+    "random": ("it = random.Random(3)", "it.getstate()"),
+    "logger": ("it = logging.getLogger('a.b')", "it.isEnabledFor(10), it.debug('x'), it.level"),
     "logger in an object": (
         """
-        import logging
-        class A:
-            pass
+        class A: pass
         it = A()
         it.log = logging.getLogger('a.b')
         """,
@@ -295,38 +203,17 @@ UNCHANGED = {
     "exception": ("it = ValueError('a', 1)", "str(it), repr(it)"),
     "weak dictionary": (
         """
-        import weakref
-        class A:
-            pass
+        class A: pass
         key = A()
         it = weakref.WeakKeyDictionary({key: [1]})
         """,
         "it[key]",
     ),
-    "SimpleNamespace": (
-        """
-        import types
-        it = types.SimpleNamespace(a=[1])
-        """,
-        "it.a, repr(it), it == 1",
-    ),
-    "itemgetter": (
-        """
-        import operator
-        it = operator.itemgetter('a')
-        """,
-        "it({'a': 1})",
-    ),
-    "argparse": (
-        """
-        import argparse
-        it = argparse.Namespace(lr=0.1)
-        """,
-        "vars(it), it.lr",
-    ),
+    "SimpleNamespace": ("it = types.SimpleNamespace(a=[1])", "it.a, repr(it), it == 1"),
+    "itemgetter": ("it = operator.itemgetter('a')", "it({'a': 1})"),
+    "argparse": ("it = argparse.Namespace(lr=0.1)", "vars(it), it.lr"),
     "ArgumentParser": (
         """
-        import argparse
         it = argparse.ArgumentParser()
         it.add_argument('--lr')
         """,
@@ -334,7 +221,6 @@ UNCHANGED = {
     ),
     "ConfigParser": (
         """
-        import configparser
         it = configparser.ConfigParser()
         it['a'] = {'b': '1'}
         """,
@@ -342,8 +228,7 @@ UNCHANGED = {
     ),
     "function": (
         """
-        def it(x=[1], *, y={2: 3}):
-            return (x, y, z)
+        def it(x=[1], *, y={2: 3}): return (x, y, z)
         z = 1
         """,
         "it(), it.__doc__, it.__annotations__",
@@ -353,8 +238,7 @@ UNCHANGED = {
     "closure": (
         """
         def make(v):
-            def f():
-                return v
+            def f(): return v
             return f
         it = make([1])
         """,
@@ -363,8 +247,7 @@ UNCHANGED = {
     "recursive closure": (
         """
         def make():
-            def f(n):
-                return n and f(n - 1)
+            def f(n): return n and f(n - 1)
             return f
         it = make()
         """,
@@ -372,59 +255,41 @@ UNCHANGED = {
     ),
     "partial": (
         """
-        import functools
-        def f(x):
-            return x
+        def f(x): return x
         it = functools.partial(f, [1])
         """,
         "it()",
     ),
     "wraps": (
         """
-        import functools
-        def f(x):
-            return x
+        def f(x): return x
         @functools.wraps(f)
-        def it(x):
-            return f(x)
+        def it(x): return f(x)
         """,
         "it(1)",
     ),
     "lru_cache": (
         """
-        import functools
         @functools.lru_cache
-        def it(x):
-            return x
+        def it(x): return x
         """,
         "it(1), it(2), it.cache_info()",
     ),
     "singledispatch": (
         """
-        import functools
         @functools.singledispatch
-        def it(x):
-            return x
+        def it(x): return x
         @it.register
-        def _(x: int):
-            return -x
+        def _(x: int): return -x
         """,
         "it(1), it('a'), it.dispatch(bool)",
     ),
-    "generator function": (
-        """
-        def it():
-            yield 1
-        """,
-        "list(it())",
-    ),
+    "generator function": ("def it(): yield 1", "list(it())"),
     "coroutine function": ("async def it(): return 1", "it().close()"),
     "context manager": (
         """
-        import contextlib
         @contextlib.contextmanager
-        def it():
-            yield 1
+        def it(): yield 1
         """,
         "with it(): pass",
     ),
@@ -434,15 +299,13 @@ UNCHANGED = {
             n = 1
             def __init__(self):
                 self.a = 1
-            def f(self):
-                return self.a
+            def f(self): return self.a
         """,
         "it().f(), repr(it)",
     ),
     "class with super": (
         """
-        class B:
-            pass
+        class B: pass
         class it(B):
             def __init__(self):
                 super().__init__()
@@ -471,8 +334,7 @@ UNCHANGED = {
     ),
     "pickled class": (
         """
-        class A:
-            pass
+        class A: pass
         it = A()
         """,
         "__import__('copy').deepcopy(it), it.__reduce_ex__(4)",
@@ -481,14 +343,11 @@ UNCHANGED = {
         """
         class A:
             @property
-            def p(self):
-                return 1
+            def p(self): return 1
             @staticmethod
-            def s():
-                return 2
+            def s(): return 2
             @classmethod
-            def c(cls):
-                return 3
+            def c(cls): return 3
         it = A()
         """,
         "it.p, it.s(), it.c()",
@@ -496,19 +355,16 @@ UNCHANGED = {
     "bound method": (
         """
         class A:
-            def f(self):
-                return [1]
+            def f(self): return [1]
         it = A().f
         """,
         "it()",
     ),
     "cached_property": (
         """
-        import functools
         class A:
             @functools.cached_property
-            def p(self):
-                return [1]
+            def p(self): return [1]
         it = A
         A().p
         """,
@@ -516,23 +372,19 @@ UNCHANGED = {
     ),
     "cached_property of an object": (
         """
-        import functools
         class A:
             @functools.cached_property
-            def p(self):
-                return [1]
+            def p(self): return [1]
         it = A()
         """,
         "it.p",
     ),
     "cached_property and slots": (
         """
-        import functools
         class A:
             __slots__ = ('a', '__dict__')
             @functools.cached_property
-            def p(self):
-                return [1]
+            def p(self): return [1]
         it = A()
         it.a = 1
         """,
@@ -541,59 +393,47 @@ UNCHANGED = {
     "metaclass": (
         """
         class M(type):
-            def f(cls):
-                return 1
-        class it(metaclass=M):
-            pass
+            def f(cls): return 1
+        class it(metaclass=M): pass
         """,
         "it.f(), it()",
     ),
     "abstract class": (
         """
-        import abc
         class B(abc.ABC):
             @abc.abstractmethod
-            def f(self):
-                ...
+            def f(self): ...
         class it(B):
-            def f(self):
-                return 1
+            def f(self): return 1
         """,
         "it().f(), isinstance(it(), B), isinstance(3, B), issubclass(int, B)",
     ),
     "protocol": (
         """
-        import typing
         @typing.runtime_checkable
         class it(typing.Protocol):
-            def f(self):
-                ...
+            def f(self): ...
         """,
         "isinstance(3, it), isinstance('a', it)",
     ),
     "generic": (
         """
-        import typing
         T = typing.TypeVar('T')
         class it(typing.Generic[T]):
-            def f(self, x: T) -> T:
-                return x
+            def f(self, x: T) -> T: return x
         """,
         "it[int](), it[str], typing.get_type_hints(it.f)",
     ),
     "generic instance": (
         """
-        import typing
         T = typing.TypeVar('T')
-        class A(typing.Generic[T]):
-            pass
+        class A(typing.Generic[T]): pass
         it = A[int]()
         """,
         "it.__orig_class__, A[str]()",
     ),
     "typed dictionary": (
         """
-        import typing
         class it(typing.TypedDict):
             a: int
         """,
@@ -601,7 +441,6 @@ UNCHANGED = {
     ),
     "named tuple class": (
         """
-        import typing
         class P(typing.NamedTuple):
             a: list
         it = P([1])
@@ -610,7 +449,6 @@ UNCHANGED = {
     ),
     "enum": (
         """
-        import enum
         class it(enum.Enum):
             A = 1
             B = [2]
@@ -619,7 +457,6 @@ UNCHANGED = {
     ),
     "enum member": (
         """
-        import enum
         class E(enum.Enum):
             A = 1
         it = [E.A]
@@ -628,7 +465,6 @@ UNCHANGED = {
     ),
     "flag": (
         """
-        import enum
         class F(enum.Flag):
             A = 1
             B = 2
@@ -638,7 +474,6 @@ UNCHANGED = {
     ),
     "dataclass": (
         """
-        import dataclasses
         @dataclasses.dataclass
         class A:
             a: int = 1
@@ -655,7 +490,6 @@ UNCHANGED = {
     ),
     "dataclass with slots": (
         """
-        import dataclasses
         @dataclasses.dataclass(slots=True, frozen=True, order=True)
         class A:
             a: int = 1
@@ -668,8 +502,7 @@ UNCHANGED = {
         class D:
             def __set_name__(self, o, n):
                 self.n = n
-            def __get__(self, i, o):
-                return 1
+            def __get__(self, i, o): return 1
         class it:
             d = D()
         """,
@@ -680,16 +513,14 @@ UNCHANGED = {
         class B:
             def __init_subclass__(cls, **k):
                 super().__init_subclass__(**k)
-        class it(B):
-            pass
+        class it(B): pass
         """,
         "it(), B.__subclasses__()",
     ),
     "callable object": (
         """
         class A:
-            def __call__(self):
-                return 1
+            def __call__(self): return 1
         it = A()
         """,
         "it()",
@@ -697,10 +528,8 @@ UNCHANGED = {
     "own hash": (
         """
         class A:
-            def __hash__(self):
-                return 1
-            def __eq__(self, o):
-                return True
+            def __hash__(self): return 1
+            def __eq__(self, o): return True
         it = {A(): [A()]}
         """,
         "A() in it",
@@ -726,8 +555,7 @@ UNCHANGED = {
     ),
     "subclass of dict": (
         """
-        class A(dict):
-            pass
+        class A(dict): pass
         it = A(a=[1])
         it.x = [2]
         """,
@@ -735,8 +563,7 @@ UNCHANGED = {
     ),
     "subclass of list": (
         """
-        class A(list):
-            pass
+        class A(list): pass
         it = A([1])
         it.x = [2]
         """,
@@ -744,8 +571,7 @@ UNCHANGED = {
     ),
     "subclass of int": (
         """
-        class A(int):
-            pass
+        class A(int): pass
         it = A(3)
         """,
         "it + 1, hash(it)",
@@ -753,8 +579,7 @@ UNCHANGED = {
     "loop": ("it = [1]; it.append(it)", "repr(it)"),
     "tree": (
         """
-        class N:
-            pass
+        class N: pass
         it = N()
         it.child = N()
         it.child.parent = it
@@ -773,9 +598,7 @@ UNCHANGED = {
         "it['a'], it.a, it.sum(), it.index.is_unique, repr(it)",
     ),
     "DataFrame": (
-        """
-        it = pd.DataFrame({'a': [1, 2], 'b': ['x', 'y'], 'c': pd.Categorical(['u', 'v'])})
-        """,
+        "it = pd.DataFrame({'a': [1, 2], 'b': ['x', 'y'], 'c': pd.Categorical(['u', 'v'])})",
         """
         it['a']
         it.a
@@ -836,8 +659,7 @@ UNCHANGED = {
                 self.l = torch.nn.Linear(1, 1)
                 self.act = torch.relu
                 self.shape = (1, 2)
-            def forward(self, x):
-                return self.act(self.l(x))
+            def forward(self, x): return self.act(self.l(x))
         it = Net()
         """,
         "Net(); it(torch.ones(1)); it.shape; it.act; repr(it)",
@@ -848,8 +670,7 @@ UNCHANGED = {
             def __init__(self):
                 super().__init__()
                 self.l = torch.nn.Linear(1, 1)
-            def forward(self, x):
-                return self.l(x)
+            def forward(self, x): return self.l(x)
         """,
         "m = it(); m(torch.ones(1)); m.state_dict(); repr(m)",
     ),
@@ -857,11 +678,9 @@ UNCHANGED = {
         """
         class it(torch.autograd.Function):
             @staticmethod
-            def forward(c, x):
-                return x * 2
+            def forward(c, x): return x * 2
             @staticmethod
-            def backward(c, g):
-                return g
+            def backward(c, g): return g
         """,
         "it.apply(torch.ones(1, requires_grad=True)).sum().backward()",
     ),
@@ -897,18 +716,14 @@ UNCHANGED = {
     "loss": ("it = torch.nn.CrossEntropyLoss()", "it(torch.ones(1, 2), torch.tensor([1]))"),
     "dataset": ("it = torch.utils.data.TensorDataset(torch.arange(4.))", "it[0], len(it)"),
     "data loader": (
-        """
-        it = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4.0)), batch_size=2)
-        """,
+        "it = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4.0)), batch_size=2)",
         "len(it), list(it)",
     ),
     "dataset of a cell": (
         """
         class D(torch.utils.data.Dataset):
-            def __len__(self):
-                return 4
-            def __getitem__(self, i):
-                return float(i)
+            def __len__(self): return 4
+            def __getitem__(self, i): return float(i)
         it = torch.utils.data.DataLoader(D())
         """,
         "list(it)",
@@ -1041,7 +856,7 @@ def test_what_is_used_and_not_changed_is_not_noticed(case):
     made, used = (UNCHANGED | LIBRARIES)[case]
     looks = []
     with mock.patch.dict(os.environ):  # libraries set variables
-        notebook = Notebook("import numpy as np, pandas as pd")
+        notebook = Notebook(IMPORTS)
         notebook.run(made)
         for _ in range(4):
             looks.append(notebook.changed("it"))

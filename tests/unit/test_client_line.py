@@ -27,17 +27,9 @@ from nblaunch._errors import LaunchError, OptionError
 from nblaunch.client import line as line_module
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts, noting_interrupts
 from nblaunch.host.hub import Hub
-from nblaunch.protocol.client import (
-    Done,
-    InterruptSession,
-    Introduce,
-    ReleaseJob,
-    RuntimeWelcome,
-    Stop,
-    UserNotice,
-)
+from nblaunch.protocol import client as wire
 from nblaunch.protocol.framing import LIMIT_BEFORE_WELCOME, FrameKind, header
-from nblaunch.protocol.messages import encode
+from nblaunch.protocol.messages import Noticed, encode
 from nblaunch.runtime import connections as connections_module
 from nblaunch.runtime.connections import Connections
 
@@ -73,7 +65,7 @@ class Runtime:
 
     def welcome(self, connection, introduce):
         self.welcomed.append(introduce)
-        return RuntimeWelcome(client=connection.number, pid=os.getpid())
+        return wire.RuntimeWelcome(client=connection.number, pid=os.getpid())
 
     def handle(self, connection, number, request):
         self.asked.append(request)
@@ -81,7 +73,7 @@ class Runtime:
 
     @staticmethod
     def done(connection, number, _request):
-        connection.answer(number, Done())
+        connection.answer(number, wire.Done())
 
     def client(self):
         """Return the connection of the one client."""
@@ -103,7 +95,7 @@ def runtime(tmp_path):
 
 def introduction(**changes):
     said = {"token": TOKEN, "version": "0.4.0", "pid": os.getpid(), "node": "here", "name": "test"}
-    return Introduce(**{**said, **changes})
+    return wire.Introduce(**{**said, **changes})
 
 
 @pytest.fixture
@@ -163,31 +155,31 @@ def plain(runtime):
 
 
 def test_a_request_is_answered(runtime, line):
-    assert line.ask(InterruptSession(session="a"), 10) == Done()
-    assert runtime.asked == [InterruptSession(session="a")]
+    assert line.ask(wire.InterruptSession(session="a"), 10) == wire.Done()
+    assert runtime.asked == [wire.InterruptSession(session="a")]
     assert (runtime.client().introduced.name, runtime.client().number) == ("test", line.welcome.client)
 
 
 def test_a_request_may_be_sent_before_the_welcome_is_read(new_line):
     line = new_line()
-    assert line.ask(InterruptSession(session=""), 10) == Done()
+    assert line.ask(wire.InterruptSession(session=""), 10) == wire.Done()
     assert line.welcome.pid == os.getpid()
 
 
 def test_events_that_come_before_an_answer_are_kept(runtime, line):
     def events_first(connection, number, _request):
-        connection.event(UserNotice(text="first"))
+        connection.event(Noticed(text="first"))
         connection.folded(7, b"raw")
-        connection.answer(number + 1000, Done())
-        connection.answer(number, Done())
-        connection.event(UserNotice(text="last"))
+        connection.answer(number + 1000, wire.Done())
+        connection.answer(number, wire.Done())
+        connection.event(Noticed(text="last"))
 
-    runtime.handlers[InterruptSession] = events_first
-    assert line.ask(InterruptSession(session=""), 10) == Done()
-    assert line.next(10) == (FrameKind.EVENT, 0, UserNotice(text="first"))
+    runtime.handlers[wire.InterruptSession] = events_first
+    assert line.ask(wire.InterruptSession(session=""), 10) == wire.Done()
+    assert line.next(10) == (FrameKind.EVENT, 0, Noticed(text="first"))
     line.decode_folded = bytes.upper
     assert line.next(10) == (FrameKind.FOLDED, 7, b"RAW")
-    assert line.next(10) == (FrameKind.EVENT, 0, UserNotice(text="last"))
+    assert line.next(10) == (FrameKind.EVENT, 0, Noticed(text="last"))
     assert line.next(0) is None
 
 
@@ -200,18 +192,18 @@ def test_nothing_comes_within_the_time_given(line):
 
 def test_a_request_without_an_answer_ends_after_its_time_and_the_line_goes_on(runtime, line):
     late = []
-    runtime.handlers[InterruptSession] = lambda _connection, number, _request: late.append(number)
+    runtime.handlers[wire.InterruptSession] = lambda _connection, number, _request: late.append(number)
     with pytest.raises(TimeoutError, match=r"InterruptSession within 0\.05 s"):
-        line.ask(InterruptSession(session=""), 0.05)
-    runtime.on_hub(lambda: runtime.client().answer(late[0], Done()))
+        line.ask(wire.InterruptSession(session=""), 0.05)
+    runtime.on_hub(lambda: runtime.client().answer(late[0], wire.Done()))
     assert line.next(0.1) is None
-    assert line.ask(Stop(), 10) == Done()
+    assert line.ask(wire.Stop(), 10) == wire.Done()
 
 
 def test_a_time_is_kept_while_other_messages_never_pause():
     """The answer does not come, and as soon as one message is read there is another one."""
     ours, theirs = socket.socketpair()
-    more = framed(UserNotice(text="more"), kind=FrameKind.EVENT)
+    more = framed(Noticed(text="more"), kind=FrameKind.EVENT)
 
     class Unending(Wrapped):
         def recv(self, size):
@@ -226,7 +218,7 @@ def test_a_time_is_kept_while_other_messages_never_pause():
     line._socket = wrapped
     theirs.sendall(more)
     with theirs, pytest.raises(TimeoutError):
-        line.ask(Stop(), 0.1)
+        line.ask(wire.Stop(), 0.1)
     assert wrapped.calls < 20_000
     line.close()
 
@@ -235,19 +227,19 @@ def test_what_the_runtime_raises_is_raised_here(runtime, line, caplog):
     def refuse(*_):
         raise OptionError("there is no session 'b'")
 
-    runtime.handlers[InterruptSession] = refuse
+    runtime.handlers[wire.InterruptSession] = refuse
     with pytest.raises(OptionError, match="no session 'b'"):
-        line.ask(InterruptSession(session="b"), 10)
+        line.ask(wire.InterruptSession(session="b"), 10)
     assert "InterruptSession of client 1" in caplog.text
-    assert line.ask(Stop(), 10) == Done()
+    assert line.ask(wire.Stop(), 10) == wire.Done()
 
 
 def test_large_requests_and_answers_arrive_whole(runtime, line):
     text = "x" * (20 << 20)
-    runtime.handlers[InterruptSession] = lambda connection, _, request: connection.event(
-        UserNotice(text=request.session)
+    runtime.handlers[wire.InterruptSession] = lambda connection, _, request: connection.event(
+        Noticed(text=request.session)
     )
-    line.send(InterruptSession(session=text))
+    line.send(wire.InterruptSession(session=text))
     _, _, notify = line.next(30)
     assert notify.text == text
     assert not runtime.client().behind
@@ -257,7 +249,7 @@ def test_the_owners_link_needs_no_token(runtime):
     ours, theirs = socket.socketpair()
     runtime.on_hub(lambda: runtime.connections.adopt(theirs))
     line = ClientLine(ours, introduction(token=""), EndedError)
-    assert line.ask(Stop(), 10) == Done()
+    assert line.ask(wire.Stop(), 10) == wire.Done()
     line.close()
 
 
@@ -265,11 +257,11 @@ def test_requests_wait_for_a_runtime_that_starts(runtime):
     """The link is there before the process that serves it."""
     ours, theirs = socket.socketpair()
     line = ClientLine(ours, introduction(), EndedError)
-    line.send(Stop())
+    line.send(wire.Stop())
     assert line.next(0.05) is None
     runtime.on_hub(lambda: runtime.connections.adopt(theirs))
     assert line.welcome.pid == os.getpid()
-    assert runtime.asked == [Stop()]
+    assert runtime.asked == [wire.Stop()]
     line.close()
 
 
@@ -282,7 +274,7 @@ def refusal_of(make):
         _ = line.welcome
     assert refused.value.phase == "runtime"
     with pytest.raises(LaunchError, match="was refused by a runtime"):
-        line.ask(Stop(), 10)
+        line.ask(wire.Stop(), 10)
     assert line.closed
     return str(refused.value)
 
@@ -307,7 +299,7 @@ def test_a_refusal_is_read_also_when_the_next_request_cannot_be_sent(new_line, e
         lambda: any(events & select.POLLHUP for _, events in poll.poll(0)), "the runtime has closed it"
     )
     with pytest.raises(LaunchError, match="its token is not that"):
-        line.send(Stop())
+        line.send(wire.Stop())
 
 
 def test_a_client_of_another_version_is_refused_and_both_are_named(runtime, new_line):
@@ -320,7 +312,7 @@ def test_a_client_of_another_version_is_refused_and_both_are_named(runtime, new_
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (framed(Stop()), "its first request is Stop"),
+        (framed(wire.Stop()), "its first request is Stop"),
         (framed(introduction(name="x" * LIMIT_BEFORE_WELCOME)), f"{LIMIT_BEFORE_WELCOME} are allowed"),
         (struct.pack("<IBQ", 2**32 - 1, 0, 0), "4294967295 bytes"),
         (struct.pack("<IBQ", 4, 0, 0) + b"junk", "no message of nblaunch's protocol"),
@@ -379,13 +371,13 @@ def test_who_does_not_introduce_itself_in_time_is_refused(runtime, monkeypatch):
         struct.pack("<IBQ", 2**32 - 1, 0, 1),
         struct.pack("<IBQ", 4, 0, 1) + b"junk",
         struct.pack("<IBQ", 0, 9, 1),
-        framed(Stop(), kind=FrameKind.FOLDED),
+        framed(wire.Stop(), kind=FrameKind.FOLDED),
         framed(introduction()),
     ],
     ids=["4 GiB announced", "no message", "unknown kind", "no request", "introduced twice"],
 )
 def test_a_client_that_breaks_the_protocol_is_ended(runtime, plain, caplog, eventually, data):
-    plain.sendall(framed(introduction()) + data + framed(Stop(), 2))
+    plain.sendall(framed(introduction()) + data + framed(wire.Stop(), 2))
     assert rest_of(plain).endswith(b"\xa5token\xa0")  # the welcome is all
     assert "refused: client 1" in caplog.text
     assert runtime.asked == []
@@ -393,10 +385,12 @@ def test_a_client_that_breaks_the_protocol_is_ended(runtime, plain, caplog, even
 
 
 def test_half_a_request_did_not_happen(runtime, plain, eventually):
-    plain.sendall(framed(introduction()) + framed(InterruptSession(session=""), 1) + framed(Stop(), 2)[:-1])
+    plain.sendall(
+        framed(introduction()) + framed(wire.InterruptSession(session=""), 1) + framed(wire.Stop(), 2)[:-1]
+    )
     plain.close()
     eventually(lambda: runtime.lost, "its end is noticed")
-    assert runtime.asked == [InterruptSession(session="")]
+    assert runtime.asked == [wire.InterruptSession(session="")]
 
 
 def test_tokens_are_shown_nowhere(runtime, line):
@@ -487,15 +481,15 @@ def test_notes_are_taken_with_the_token_only(runtime, line):
         for data in [
             b"",
             TOKEN.encode(),
-            TOKEN[::-1].encode() + encode(ReleaseJob(job=1, pid=1)),
-            TOKEN.encode() + encode(Stop()),
+            TOKEN[::-1].encode() + encode(wire.ReleaseJob(job=1, pid=1)),
+            TOKEN.encode() + encode(wire.Stop()),
             TOKEN.encode() + b"junk",
-            TOKEN.encode() + encode(ReleaseJob(job=2, pid=1)),
+            TOKEN.encode() + encode(wire.ReleaseJob(job=2, pid=1)),
         ]:
             notes.sendto(data, str(runtime.notes))
-    line.ask(Stop(), 10)
+    line.ask(wire.Stop(), 10)
     runtime.on_hub(lambda: None)
-    assert runtime.removed == [ReleaseJob(job=2, pid=1)]
+    assert runtime.removed == [wire.ReleaseJob(job=2, pid=1)]
 
 
 # --- one side is gone
@@ -504,18 +498,18 @@ def test_notes_are_taken_with_the_token_only(runtime, line):
 def test_a_runtime_that_ends_in_the_middle_of_an_answer_is_gone():
     ours, theirs = socket.socketpair()
     line = ClientLine(ours, introduction(), EndedError)
-    answer = framed(Done(), 1)
-    theirs.sendall(framed(UserNotice(text="before"), kind=FrameKind.EVENT) + answer[:-1])
+    answer = framed(wire.Done(), 1)
+    theirs.sendall(framed(Noticed(text="before"), kind=FrameKind.EVENT) + answer[:-1])
     ending = threading.Timer(0.2, theirs.close)
     ending.start()
     began = time.monotonic()
     with pytest.raises(EndedError):
-        line.ask(Stop())
+        line.ask(wire.Stop())
     assert time.monotonic() - began < 1.2
     ending.join()
     assert line.closed
-    assert line.next() == (FrameKind.EVENT, 0, UserNotice(text="before"))
-    for use in (line.next, lambda: line.send(Stop()), lambda: line.welcome):
+    assert line.next() == (FrameKind.EVENT, 0, Noticed(text="before"))
+    for use in (line.next, lambda: line.send(wire.Stop()), lambda: line.welcome):
         with pytest.raises(EndedError):
             use()
     assert not line.broken
@@ -524,25 +518,25 @@ def test_a_runtime_that_ends_in_the_middle_of_an_answer_is_gone():
 def test_a_closed_line_is_no_runtime_that_is_gone(line):
     line.close()
     with pytest.raises(LaunchError, match="closed in this process"):
-        line.ask(Stop())
+        line.ask(wire.Stop())
 
 
 def test_a_client_that_closes_is_lost(runtime, line, eventually):
     line.close()
     eventually(lambda: runtime.lost, "its end is noticed")
     assert list(runtime.connections) == []
-    runtime.lost[0].event(UserNotice(text="nobody gets it"))
+    runtime.lost[0].event(Noticed(text="nobody gets it"))
 
 
 def test_a_client_that_the_runtime_closes_gets_what_was_sent_before(runtime, line):
     def end(connection, number, _request):
-        connection.answer(number, Done())
-        connection.event(UserNotice(text="stopped"))
+        connection.answer(number, wire.Done())
+        connection.event(Noticed(text="stopped"))
         connection.close()
 
-    runtime.handlers[Stop] = end
-    assert line.ask(Stop(), 10) == Done()
-    assert line.next(10) == (FrameKind.EVENT, 0, UserNotice(text="stopped"))
+    runtime.handlers[wire.Stop] = end
+    assert line.ask(wire.Stop(), 10) == wire.Done()
+    assert line.next(10) == (FrameKind.EVENT, 0, Noticed(text="stopped"))
     with pytest.raises(EndedError):
         line.next(10)
     assert runtime.lost == []
@@ -551,7 +545,7 @@ def test_a_client_that_the_runtime_closes_gets_what_was_sent_before(runtime, lin
 CLIENT_WITH_A_CHILD = """
 import os, sys, pathlib
 from nblaunch.client.line import ClientLine, connect
-from nblaunch.protocol.client import Introduce, UserNotice, Stop
+from nblaunch.protocol.client import Introduce, Stop
 path, token = sys.argv[1:]
 introduce = Introduce(token=token, version="", pid=1, node="", name="")
 line = ClientLine(connect(pathlib.Path(path)), introduce, OSError)
@@ -610,10 +604,10 @@ def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(
     for first in range(0, count, batch):
         runtime.on_hub(lambda first=first: send(first))
     assert client.behind
-    runtime.on_hub(lambda: client.event(UserNotice(text="while it is behind")))
+    runtime.on_hub(lambda: client.event(Noticed(text="while it is behind")))
     assert resident() - before < 40 << 20
     assert len(client._outbox) < 10
-    line.send(Stop())  # it writes, and does not read
+    line.send(wire.Stop())  # it writes, and does not read
     eventually(lambda: runtime.asked, "the request is here")
     assert runtime.caught_up == []
     before_the_gap = next_texts(line, "while it is behind")[:-1]
@@ -622,7 +616,7 @@ def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(
     eventually(lambda: runtime.caught_up, "it has caught up")
     assert not client.behind
     runtime.on_hub(lambda: send(count))
-    runtime.on_hub(lambda: client.event(UserNotice(text="end")))
+    runtime.on_hub(lambda: client.event(Noticed(text="end")))
     assert next_texts(line, "end") == [*range(count, count + batch), "end"]
     assert runtime.caught_up == [client]
 
@@ -635,7 +629,7 @@ def test_a_client_that_accepts_nothing_for_a_while_is_behind(runtime, line, monk
     assert not client.behind
     eventually(lambda: client.behind, "it is behind")
     assert len(client._outbox) == 1
-    runtime.on_hub(lambda: client.event(UserNotice(text="end")))
+    runtime.on_hub(lambda: client.event(Noticed(text="end")))
     assert next_texts(line, "end") == [1, "end"]
     eventually(lambda: runtime.caught_up == [client], "it has caught up")
 
@@ -648,10 +642,10 @@ def test_a_client_that_asks_and_does_not_read_has_not_caught_up(runtime, line, m
         runtime.on_hub(lambda: client.folded(1, b"%07d" % 1 + bytes(1000)))
     eventually(lambda: client.behind, "it is behind")
     assert len(client._outbox) == 0
-    line.send(Stop())
+    line.send(wire.Stop())
     eventually(lambda: runtime.asked, "the request is here")
     assert (client.behind, runtime.caught_up) == (True, [])
-    runtime.on_hub(lambda: client.event(UserNotice(text="end")))
+    runtime.on_hub(lambda: client.event(Noticed(text="end")))
     next_texts(line, "end")
     eventually(lambda: runtime.caught_up == [client], "it has caught up")
 
@@ -659,9 +653,9 @@ def test_a_client_that_asks_and_does_not_read_has_not_caught_up(runtime, line, m
 def test_one_client_that_does_not_read_holds_up_no_other(runtime, line, new_line):
     stuck = runtime.client()
     other = new_line()
-    runtime.on_hub(lambda: [stuck.event(UserNotice(text="x" * (1 << 20))) for _ in range(20)])
-    assert other.ask(Stop(), 5) == Done()
-    assert line.ask(Stop(), 10) == Done()  # an answer comes behind all events
+    runtime.on_hub(lambda: [stuck.event(Noticed(text="x" * (1 << 20))) for _ in range(20)])
+    assert other.ask(wire.Stop(), 5) == wire.Done()
+    assert line.ask(wire.Stop(), 10) == wire.Done()  # an answer comes behind all events
 
 
 def test_a_runtime_that_does_not_read_is_an_error(monkeypatch):
@@ -670,7 +664,7 @@ def test_a_runtime_that_does_not_read_is_an_error(monkeypatch):
     with theirs:
         line = ClientLine(ours, introduction(), EndedError)
         with pytest.raises(LaunchError, match="has read nothing for") as stuck:
-            line.ask(InterruptSession(session="x" * (4 << 20)))
+            line.ask(wire.InterruptSession(session="x" * (4 << 20)))
         assert (stuck.value.phase, line.broken, line.closed) == ("runtime", True, True)
 
 
@@ -706,7 +700,7 @@ class Interrupted(Wrapped):
 def interrupted_conversation(runtime, at):
     """Ask five times, with an interrupt at that read or write; return what came, and how often it came."""
     runtime.asked.clear()
-    questions = [InterruptSession(session=f"{number}" * 400_000) for number in range(5)]
+    questions = [wire.InterruptSession(session=f"{number}" * 400_000) for number in range(5)]
     wrapped: Any = Interrupted(connect(runtime.path), at)
     found, interrupts = [], 0
     line = ClientLine(wrapped.real, introduction(), EndedError)
@@ -733,10 +727,10 @@ def test_an_interrupt_at_any_read_or_write_loses_nothing(runtime):
     def answer(connection, number, request):
         for part in range(3):
             connection.folded(int(request.session[0]), b"%d" % part)
-        connection.answer(number, Done())
-        connection.event(UserNotice(text=request.session[0]))
+        connection.answer(number, wire.Done())
+        connection.event(Noticed(text=request.session[0]))
 
-    runtime.handlers[InterruptSession] = answer
+    runtime.handlers[wire.InterruptSession] = answer
     handler = signal.getsignal(signal.SIGINT)
     expected, none, _ = interrupted_conversation(runtime, -1)
     assert (none, len(expected)) == (0, 20)
@@ -757,7 +751,7 @@ def test_waiting_is_interrupted_at_once(line):
     with pytest.raises(KeyboardInterrupt):
         line.next(30)
     assert time.monotonic() - began < 5
-    assert line.ask(Stop(), 10) == Done()
+    assert line.ask(wire.Stop(), 10) == wire.Done()
 
 
 @pytest.fixture
@@ -863,7 +857,7 @@ def test_an_error_in_the_middle_of_a_read_breaks_the_line(monkeypatch, line):
 
     monkeypatch.setattr(line._frames, "feed", fail)
     with pytest.raises(MemoryError):
-        line.ask(Stop(), 10)
+        line.ask(wire.Stop(), 10)
     assert (line.broken, line.closed) == (True, True)
 
 

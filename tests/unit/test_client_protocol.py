@@ -16,44 +16,30 @@ import pytest
 from nblaunch import _errors
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import client
-from nblaunch.protocol.client import (
-    AnswerToClient,
-    ClientNote,
-    ClientRequest,
-    Done,
-    ErrorRecord,
-    OpenRanks,
-    RequestFailed,
-    RuntimeEvent,
-    Stop,
-    decode_answer,
-    decode_event,
-    decode_note,
-    decode_request,
-)
-from nblaunch.protocol.messages import ProtocolError, encode
+from nblaunch.protocol import client as wire
+from nblaunch.protocol.messages import Noticed, ProtocolError, encode
 
 
-def answers_of(request: Any) -> tuple[type[AnswerToClient], ...]:
+def answers_of(request: Any) -> tuple[type[wire.AnswerToClient], ...]:
     """Return what may answer a request, besides its failure."""
     ((answer,),) = (typing.get_args(base) for base in request.__orig_bases__)
     return typing.get_args(answer) or (() if answer is typing.Never else (answer,))
 
 
 def decode_answer_to(request: Any, data: bytes, sender: str) -> Any:
-    return decode_answer(data, request, sender)
+    return wire.decode_answer(data, request, sender)
 
 
 UNIONS: dict[type, Callable[[bytes, str], Any]] = {
-    **dict.fromkeys(typing.get_args(ClientRequest), decode_request),
-    **dict.fromkeys(typing.get_args(ClientNote), decode_note),
+    **dict.fromkeys(typing.get_args(wire.ClientRequest), wire.decode_request),
+    **dict.fromkeys(typing.get_args(wire.ClientNote), wire.decode_note),
     **{
         cast("type", answer): functools.partial(decode_answer_to, request)
-        for request in typing.get_args(ClientRequest)
+        for request in typing.get_args(wire.ClientRequest)
         for answer in answers_of(request)
     },
-    RequestFailed: functools.partial(decode_answer_to, Stop),
-    **dict.fromkeys(typing.get_args(RuntimeEvent), decode_event),
+    wire.RequestFailed: functools.partial(decode_answer_to, wire.Stop),
+    **dict.fromkeys(typing.get_args(wire.RuntimeEvent), wire.decode_event),
 }
 """Every message, and what decodes it."""
 
@@ -127,21 +113,29 @@ def test_every_message_is_in_one_union():
         and each.__struct_config__.tag is not None
         and not each.__name__.startswith("_")
     }
-    assert tagged - {client.Request, AnswerToClient} == UNIONS.keys()
-    unions = [set(typing.get_args(each)) for each in (ClientRequest, ClientNote, RuntimeEvent)]
-    answers = set(AnswerToClient.__subclasses__())
+    assert tagged - {client.Request, wire.AnswerToClient} == UNIONS.keys() - {Noticed}
+    unions = [set(typing.get_args(each)) for each in (wire.ClientRequest, wire.ClientNote, wire.RuntimeEvent)]
+    answers = set(wire.AnswerToClient.__subclasses__())
     assert len(UNIONS) == sum(map(len, (*unions, answers)))
 
 
 def test_an_answer_to_another_request_is_refused():
     with pytest.raises(ProtocolError, match="the runtime"):
-        decode_answer(encode(Done()), OpenRanks, "the runtime")
+        wire.decode_answer(encode(wire.Done()), wire.OpenRanks, "the runtime")
 
 
 @pytest.mark.parametrize(
-    "decode", [decode_request, decode_note, functools.partial(decode_answer_to, Stop), decode_event]
+    "decode",
+    [
+        wire.decode_request,
+        wire.decode_note,
+        functools.partial(decode_answer_to, wire.Stop),
+        wire.decode_event,
+    ],
 )
-@pytest.mark.parametrize("data", [b"", b"\xc1", encode(RequestFailed(error=ErrorRecord("a.b", "c")))[:-1]])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", encode(wire.RequestFailed(error=wire.ErrorRecord("a.b", "c")))[:-1]]
+)
 def test_bytes_that_are_no_message_are_refused_by_the_senders_name(decode, data):
     with pytest.raises(ProtocolError, match="client 7"):
         decode(data, "client 7")
@@ -167,8 +161,10 @@ MADE_WITH: dict[type, dict[str, Any]] = {
 
 def sent(error: BaseException) -> BaseException:
     """Return an error as it is on the other side."""
-    answer = decode_answer(encode(RequestFailed(error=ErrorRecord.of(error))), Stop, "the runtime")
-    assert isinstance(answer, RequestFailed)
+    answer = wire.decode_answer(
+        encode(wire.RequestFailed(error=wire.ErrorRecord.of(error))), wire.Stop, "the runtime"
+    )
+    assert isinstance(answer, wire.RequestFailed)
     return answer.error.error()
 
 
@@ -215,4 +211,4 @@ def test_any_other_error_arrives_as_a_text_that_names_it(error):
 
 @pytest.mark.parametrize("type_", ["builtins.eval", "nblaunch._errors.shorten", "os.system", "", "builtins."])
 def test_what_is_no_exception_is_never_called(type_):
-    assert type(ErrorRecord(type_, "1").error()) is RuntimeError
+    assert type(wire.ErrorRecord(type_, "1").error()) is RuntimeError

@@ -287,7 +287,7 @@ class Wire:
         self.turn()
         assert got == [code]
         with self._at_node():
-            return self.node.here(code, group)
+            return self.node.point_view(code, group)
 
 
 @pytest.fixture
@@ -410,10 +410,10 @@ def test_content_that_is_not_what_its_digest_says_is_not_kept(elsewhere, tmp_pat
     forged = msgspec.msgpack.encode({found.files[0].digest: b"forged"})
     node.receive(CodeFiles(tree=found.tree, number=0), memoryview(forged))
     with pytest.raises(OSError, match=r"other\.py"):
-        node.here(CodeTree(found.tree, found.roots), GROUP)
+        node.point_view(CodeTree(found.tree, found.roots), GROUP)
     node.receive(CodeFiles(tree=found.tree, number=0), memoryview(b"\xc1"))
     with pytest.raises(OSError, match="MessagePack"):
-        node.here(CodeTree(found.tree, found.roots), GROUP)
+        node.point_view(CodeTree(found.tree, found.roots), GROUP)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_a_manifest_names_no_file_outside_its_tree(tmp_path, tree, root, path):
     files = msgspec.msgpack.encode({digest_of(content): content})
     node.receive(CodeFiles(tree=tree, number=0), memoryview(files))
     with pytest.raises(OSError, match=r"outside its directories|did not receive"):
-        node.here(CodeTree(tree, bad.roots), GROUP)
+        node.point_view(CodeTree(tree, bad.roots), GROUP)
     written = [str(each) for each in tmp_path.rglob("*") if each.is_file()]
     assert written in ([], [str(tmp_path / "node/files" / digest_of(content).hex())])
 

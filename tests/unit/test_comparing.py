@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_diff_contents import compared, holding_of
 
 from nblaunch.insight.comparing import compare, element_path, size_of, spread_of
 from nblaunch.insight.difference import Compared, Difference
-from nblaunch.probes.diff import Holding
 
 LEAVES = st.one_of(st.integers(-2, 2), st.sampled_from(["a", "b", None, True, 0.5]))
 OBJECTS = st.recursive(
@@ -21,26 +21,6 @@ OBJECTS = st.recursive(
     ),
     max_leaves=20,
 )
-
-
-def holding_of(obj):
-    """Return a rank's part in a comparison of this object."""
-    return Holding(lambda _: obj)
-
-
-def driven(objects, names=("x",)):
-    """Compare as ranks would; return the report and the bytes that each rank sent."""
-    ranks = [holding_of(obj) for obj in objects]
-    rounds = compare(range(len(objects)), names)
-    asked, sent = next(rounds), [0] * len(objects)
-    while True:
-        answers = {rank: ranks[rank].answer(asked.ask) for rank in asked.ranks}
-        for rank, answer in answers.items():
-            sent[rank] += size_of(answer)
-        try:
-            asked = rounds.send(answers)
-        except StopIteration as end:
-            return end.value, sent
 
 
 def typed(obj):
@@ -57,7 +37,7 @@ def typed(obj):
 @given(st.lists(OBJECTS, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=2, max_size=6))
 def test_ranks_are_equal_exactly_if_their_objects_are(kinds, chosen):
     objects = [kinds[each % len(kinds)] for each in chosen]
-    found, _ = driven(objects)
+    found = compared(*objects)
     assert found.equal == all(typed(each) == typed(objects[0]) for each in objects)
     if found:
         row = found.first
@@ -80,7 +60,7 @@ def test_of_a_tensor_the_first_element_and_the_largest_difference_are_found(leng
     two = one.clone()
     for place, size in zip(places, sizes, strict=True):
         two[place] = size
-    row = driven([one, two, one])[0].first
+    row = compared(one, two, one).first
     apart = (two - one).abs()
     assert row.path == f"x[{min(places)}]"
     assert row.groups == ((0, 2), (1,))
@@ -114,9 +94,9 @@ def test_of_ten_thousand_tensors_and_64_ranks_less_than_a_megabyte_moves():
 @pytest.mark.full
 def test_64_ranks_that_all_differ_move_less_than_a_megabyte():
     tensors = [torch.full((100_000,), float(rank)) for rank in range(64)]
-    found, sent = driven(tensors)
+    found = compared(*tensors)
     assert found.first.groups == tuple((rank,) for rank in range(64))
-    assert sum(sent) < 1_000_000
+    assert found.moved < 1_000_000
 
 
 @pytest.mark.parametrize(

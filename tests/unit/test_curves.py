@@ -13,8 +13,8 @@ from logged_points import batch, folded
 
 from nblaunch.insight.charts import charts
 from nblaunch.insight.curves import MOST_CURVES, Curves, curve_lines
-from nblaunch.protocol.messages import AttemptStarted
-from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
+from nblaunch.protocol.messages import AttemptStarted, encode
+from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import CURVE_WAYS, Drawing
 from nblaunch.view.summary import Header
@@ -63,7 +63,7 @@ def test_a_fold_in_parts_is_the_fold_of_the_whole():
     for state in states[::7]:
         parts.update(state.metrics)
     # A client that could not keep up goes on from a snapshot.
-    parts.update(decode_state(encode_state(states[-1])).metrics)
+    parts.update(decode_state(encode(states[-1])).metrics)
     assert curve_lines(parts) == curve_lines(Curves.of(states[-1].metrics))
     assert charts(parts, 10**6) == charts(Curves.of(states[-1].metrics), 10**6)
 

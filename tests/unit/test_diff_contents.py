@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.insight.comparing import BLOCK_BYTES, PIECE_BYTES, AskPath, compare, size_of
+from nblaunch.insight.comparing import BLOCK_BYTES, PIECE_BYTES, Ask, compare, size_of
 from nblaunch.insight.difference import Difference
 from nblaunch.probes import contents
 from nblaunch.probes.blocks import HashedTensor, hashed
@@ -283,6 +283,12 @@ def test_tensors_of_every_kind_are_compared(kind):
     assert compared(one, two)
 
 
+def test_long_texts_are_cut_so_that_their_ends_can_be_seen():
+    paths = [f"/data/checkpoints/{'d' * 60}/run{number}/step-000100" for number in range(2)]
+    shown = compared(*paths).rows[0].shown
+    assert ["run0" in shown[0], "run1" in shown[1]] == [True, True]
+
+
 def test_what_differs_in_type_or_is_missing_is_told():
     assert compared([1], (1,)).rows[0].shown == ("list", "tuple")
     row = compared({"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 3}).rows[0]
@@ -359,8 +365,8 @@ def test_only_the_blocks_that_differ_are_read_again(monkeypatch):
 def test_paths_are_looked_for_among_all_entries():
     holding = Holding(lambda _: {"a": 1})
     holding.answer(compare_outline())
-    assert holding.answer(AskPath(0, "x['a']"))
-    assert not holding.answer(AskPath(0, "x['b']"))
+    assert holding.answer(Ask("has", (0, "x['a']")))
+    assert not holding.answer(Ask("has", (0, "x['b']")))
 
 
 def compare_outline():

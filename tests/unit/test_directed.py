@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.host.agent import RankAgent
 from nblaunch.host.directed import DirectedRendezvous
-from nblaunch.host.settings import AgentSettings, RendezvousConfig
+from nblaunch.host.settings import AgentSettings
 from nblaunch.host.wire import CompleteRendezvous
 from nblaunch.options.launch import LaunchOptions
 
@@ -30,7 +30,6 @@ def round_of(attempt: int) -> CompleteRendezvous:
         base_rank=8,
         world_size=24,
         store=("10.0.0.1", 29401),
-        reason="started",
     )
 
 
@@ -71,7 +70,6 @@ def test_a_round_is_as_the_runtime_has_decided():
     store = info.bootstrap_store_info
     assert (info.rank, info.world_size, store.master_addr, store.master_port) == (1, 3, "10.0.0.1", 29401)
     assert waits.handler.directed == round_of(5)
-    assert waits.handler.read_attempt(info.store, waits.stopped) == 5
 
 
 def test_a_stop_ends_the_wait():
@@ -110,7 +108,7 @@ def test_an_agent_numbers_its_ranks_without_asking_the_other_nodes(tmp_path):
         options=LaunchOptions(max_restarts=1, monitor_interval=0.1, grace=1.0, shutdown_timeout=1),
         run_id="group",
         log_dir=tmp_path,
-        rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
+        directed_at="127.0.0.1",
     )
     server = NoServer(RuntimeDirectory(tmp_path))
     agent = RankAgent(settings, lambda _attempt: (), Silent(), server, asked.set)

@@ -16,35 +16,17 @@ from nblaunch._errors import LaunchError
 from nblaunch.group.ending import Ending
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import JobState, Trigger
+from nblaunch.group.lifecycle import JobState, PrepareChanged, Trigger
 from nblaunch.group.local_runtime import LocalRuntime
 from nblaunch.host.rank_host import GroupHost
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import (
-    Dispatch,
-    EngineState,
-    EngineStatus,
-    Entered,
-    Exited,
-    FunctionJob,
-    Hello,
-    Leave,
-    Offsets,
-    Payload,
-    Phase,
-    Prepare,
-    ReportWhere,
-    Returned,
-    Started,
-    ToRank,
-    Usage,
-)
+from nblaunch.protocol import messages
 from nblaunch.protocol.state import RunState, State
 from nblaunch.runtime.worker_groups import HeldNodes
 
-PREPARE = Prepare(environ=(), cwd=b"/", path=(), backend="gloo")
-NOTHING = Payload((0,), inline=b"")
+PREPARE = messages.Prepare(environ=(), cwd=b"/", path=(), backend="gloo")
+NOTHING = messages.Payload((0,), inline=b"")
 SECONDS = 5
 
 
@@ -53,7 +35,7 @@ class ScriptedNodes(GroupHost):
 
     def __init__(self) -> None:
         self.done: list[Any] = []
-        self.sent: list[tuple[int, ToRank]] = []
+        self.sent: list[tuple[int, messages.ToRank]] = []
 
     def start(self) -> None:
         self.done.append("start")
@@ -91,7 +73,7 @@ class ScriptedNodes(GroupHost):
         self.done.append("stop")
         self.group.agent_ended(None)
 
-    def send(self, rank: int, message: ToRank) -> bool:
+    def send(self, rank: int, message: messages.ToRank) -> bool:
         self.sent.append((rank, message))
         return True
 
@@ -102,7 +84,7 @@ class ScriptedNodes(GroupHost):
     # --- what nodes do; on the hub's thread --------------------------------------------------------
 
     def begin(self, number: int, size: int, reason: str = "started", backend: str = "gloo") -> None:
-        self.group.placed(backend, "cuda" if "nccl" in backend else "cpu")
+        self.group.feed(PrepareChanged(backend, "cuda" if "nccl" in backend else "cpu"))
         self.group.attempt_starting(number, size, reason, backend=backend)
 
     def fork(self, number: int, size: int) -> None:
@@ -112,12 +94,13 @@ class ScriptedNodes(GroupHost):
             paths = [directory / f"{stream}.log" for stream in ("stdout", "stderr")]
             for path in paths:
                 path.write_text(f"of {number}, {rank}\n")
-            self.group.node_started((Worker(rank, 0, os.getpid(), *map(str, paths)),))
+            workers = (Worker(rank, 0, os.getpid(), *map(str, paths)),)
+            self.group.attempt_started(number, size, workers, remote=True)
         self.group.attempt_started(number, size, ())
 
     def ready(self, number: int, size: int) -> None:
         for rank in range(size):
-            hello = Hello(
+            hello = messages.Hello(
                 rank=rank,
                 token="",
                 attempt=number,
@@ -127,7 +110,7 @@ class ScriptedNodes(GroupHost):
                 pid=os.getpid(),
             )
             self.group.receive(hello)
-            self.group.receive(Entered(rank=rank, phase=Phase.READY))
+            self.group.receive(messages.Entered(rank=rank, phase=messages.Phase.READY))
 
     def all(self, number: int, size: int, **more: Any) -> None:
         self.begin(number, size, **more)
@@ -160,7 +143,9 @@ class Scene:
         self.group.when_closed = self.closed.set
 
     def submit(self, ending: Ending | None = None) -> Job:
-        dispatches: dict[int | None, Dispatch] = {None: Dispatch(job=FunctionJob(name="f"), payload=NOTHING)}
+        dispatches: dict[int | None, messages.Dispatch] = {
+            None: messages.Dispatch(job=messages.FunctionJob(name="f"), payload=NOTHING)
+        }
         job = Job(dispatches, JobState(RunState.fresh(2), ending=ending or Ending()))
         self.hub.run(lambda: self.group.begin(job, PREPARE))
         self.group.start()
@@ -170,12 +155,12 @@ class Scene:
         self.hub.run(act, SECONDS)
 
     def values(self, size: int) -> None:
-        ended = Offsets(stdout=7, stderr=7)
+        ended = messages.Offsets(stdout=7, stderr=7)
         for rank in range(size):
-            self.group.receive(Started(rank=rank, time=1.0))
-            self.group.receive(Returned(rank=rank, value=NOTHING, time=2.0, offsets=ended))
+            self.group.receive(messages.Started(rank=rank, time=1.0))
+            self.group.receive(messages.Returned(rank=rank, value=NOTHING, time=2.0, offsets=ended))
 
-    def sent(self, kind: type[ToRank]) -> list[int]:
+    def sent(self, kind: type[messages.ToRank]) -> list[int]:
         return [rank for rank, message in self.nodes.sent if isinstance(message, kind)]
 
 
@@ -184,8 +169,8 @@ def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_pa
     nodes, group = scene.nodes, scene.group
     job = scene.submit()
     assert nodes.done == ["start"]
-    waiting = EngineStatus(engine="slurm", state=EngineState.WAITING, wanted=2)
-    scene.run(lambda: group.engine_reported(waiting))
+    waiting = messages.EngineStatus(engine="slurm", state=messages.EngineState.WAITING, wanted=2)
+    scene.run(lambda: group.feed(waiting))
     assert job.state.engine == waiting
     assert "slurm" in job.state.where
     scene.run(lambda: nodes.begin(0, 4, backend="cpu:gloo,cuda:nccl"))
@@ -195,7 +180,7 @@ def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_pa
     )
     scene.run(lambda: nodes.fork(0, 4))
     scene.run(lambda: nodes.ready(0, 4))
-    assert scene.sent(Prepare) == scene.sent(Dispatch) == [0, 1, 2, 3]
+    assert scene.sent(messages.Prepare) == scene.sent(messages.Dispatch) == [0, 1, 2, 3]
     attempt = nodes.directory / "attempt_0"
     assert own_files(job, 0) == [attempt / f"h{rank}-{rank}" / "stdout.log" for rank in range(4)]
     scene.run(lambda: scene.values(4))
@@ -203,7 +188,7 @@ def test_ranks_of_nodes_alone_are_a_group_whose_size_is_known_late(local, tmp_pa
     assert all(rank.state is State.SUCCEEDED for rank in job.state.ranks.values())
     assert [entry.text for entry in job.state.ranks[3].transcript.entries] == ["of 0, 3"] * 2
     assert nodes.done == ["start", "begin_attempt", ("release", True, frozenset())]
-    assert sorted(scene.sent(Leave)) == [0, 1, 2, 3]
+    assert sorted(scene.sent(messages.Leave)) == [0, 1, 2, 3]
     group.agent_ended(None)
     assert scene.closed.wait(SECONDS)
     assert nodes.done[-1] == ("close", True)
@@ -217,17 +202,17 @@ def test_the_wait_for_nodes_has_no_limit_and_that_for_ranks_begins_with_the_last
     scene = Scene(local, tmp_path)
     scene.submit()
     scene.run(lambda: scene.nodes.begin(0, 2))
-    life = scene.group._life
+    life = scene.group.life
     assert life.limited is None
     scene.run(lambda: scene.nodes.fork(0, 2))
-    assert scene.group._life.limited is Phase.CONNECT
+    assert scene.group.life.limited is messages.Phase.CONNECT
 
 
 def test_the_wait_for_nodes_counts_towards_no_timeout(local, tmp_path):
     scene = Scene(local, tmp_path)
-    job = scene.submit(Ending.of(0.3, None, time.monotonic()))
-    waiting = EngineStatus(engine="slurm", state=EngineState.WAITING, wanted=2)
-    scene.run(lambda: scene.group.engine_reported(waiting))
+    job = scene.submit(Ending.begin(0.3, None, time.monotonic()))
+    waiting = messages.EngineStatus(engine="slurm", state=messages.EngineState.WAITING, wanted=2)
+    scene.run(lambda: scene.group.feed(waiting))
     assert not job.ended.wait(0.6)
     began = time.monotonic()
     scene.run(lambda: scene.nodes.begin(0, 2))
@@ -261,10 +246,12 @@ def test_a_session_whose_node_is_lost_goes_on_with_other_ranks(local, tmp_path):
     scene.submit()
     scene.run(lambda: nodes.all(0, 4))
     reason = "was lost with its node: hB is gone"
-    scene.run(lambda: group.rank_gone(Exited(rank=3, exitcode=-9, time=1.0, expected=False, reason=reason)))
+    scene.run(
+        lambda: group.rank_gone(messages.Exited(rank=3, exitcode=-9, time=1.0, expected=False, reason=reason))
+    )
     scene.run(lambda: group.post(Trigger.DRAINED))
     scene.run(lambda: nodes.all(1, 2, reason="membership"))
-    assert (group.attempt, group.state.world_size, group.ready) == (1, 2, True)
+    assert (group.attempt, group.state.world_size, group.life.all_ready) == (1, 2, True)
     assert own_logs(nodes.directory / "attempt_1") == ["h0-0", "h1-1"]
     group.stop()
     assert scene.closed.wait(SECONDS)
@@ -281,7 +268,7 @@ def test_nothing_of_this_machine_is_asked_about_ranks_of_others(local, tmp_path)
     scene.submit()
     scene.run(lambda: nodes.all(0, 2))
     report = group.where(0.01)
-    assert scene.sent(ReportWhere) == [0, 1]
+    assert scene.sent(messages.ReportWhere) == [0, 1]
     assert ("read_stacks", frozenset({0, 1})) in nodes.done
     assert report.silent == {0: "  stack of 0", 1: "  stack of 1"}
     assert "[rank 1 on h1] gave no answer" in str(report)
@@ -297,7 +284,7 @@ def test_nodes_measure_their_ranks_as_long_as_somebody_wants_to_know(local, tmp_
     job = scene.submit()
     scene.run(lambda: nodes.all(0, 2))
     nodes.done.clear()
-    used = {rank: Usage(cpu_percent=50.0, memory=rank + 1) for rank in range(2)}
+    used = {rank: messages.Usage(cpu_percent=50.0, memory=rank + 1) for rank in range(2)}
     answers = threading.Timer(0.05, lambda: scene.run(lambda: group.measured(used)))
     scene.run(lambda: group.measure(wanted=True))
     answers.start()

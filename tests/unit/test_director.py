@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
 from nblaunch.group.machine import Order
-from nblaunch.host.wire import AdoptRanks, CompleteRendezvous, EndGroup, Release, Restart, ToNode
-from nblaunch.nodes import director
+from nblaunch.host.wire import (
+    AdoptRanks,
+    AwaitingRendezvous,
+    CompleteRendezvous,
+    EndGroup,
+    Gone,
+    NodeEnded,
+    Release,
+    Restart,
+    ToNode,
+    Workers,
+)
 from nblaunch.nodes.director import (
     AllStarted,
     AskForNodes,
@@ -25,17 +35,15 @@ from nblaunch.nodes.director import (
     DropNode,
     EndAgent,
     EngineEnded,
-    NodeAwaitsRendezvous,
     NodeCame,
-    NodeHasEnded,
     NodeLost,
     NodeOrder,
+    NodeReported,
     NodesExpected,
     Ordered,
-    RankGone,
-    WorkersStarted,
     step,
 )
+from nblaunch.protocol.messages import Exited
 
 UNLIMITED = 2**31 - 1
 GRACE = 2.0
@@ -119,22 +127,39 @@ class Directed:
         """Let nodes come, whose agents wait at once; their places are in the order of their names."""
         events: list[DirectorEvent] = []
         for name in names:
-            events += [NodeCame(name, nproc, ord(name[-1])), NodeAwaitsRendezvous(name, -1)]
+            events += [NodeCame(name, nproc, ord(name[-1])), awaits_rendezvous(name, -1)]
         return self.feed(*events)
 
     def start(self, *names: str) -> Directed:
         """Have these nodes run."""
         self.feed(NodesExpected(len(names)))
         self.come(*names)
-        self.feed(*(WorkersStarted(name, self.state.attempt) for name in names))
+        self.feed(*(workers_started(name, self.state.attempt) for name in names))
         assert self.state.stage is DirectorStage.RUNNING
         return self
 
     def meet(self, *names: str) -> list[DirectorAction]:
-        return self.feed(*(NodeAwaitsRendezvous(name, self.state.nodes[name].attempt) for name in names))
+        return self.feed(*(awaits_rendezvous(name, self.state.nodes[name].attempt) for name in names))
 
     def release(self, *, succeeded: bool, others: frozenset[int] = frozenset()) -> list[DirectorAction]:
         return self.feed(Ordered(self.state.attempt, ReleaseWorkers(succeeded, others)))
+
+
+def awaits_rendezvous(node: str, after: int, error: str = "") -> NodeReported:
+    return NodeReported(node, AwaitingRendezvous(group="g", after=after, error=error))
+
+
+def workers_started(node: str, attempt: int) -> NodeReported:
+    return NodeReported(node, Workers(group="g", attempt=attempt, workers=()))
+
+
+def rank_gone(node: str, rank: int, *, expected: bool) -> NodeReported:
+    exited = Exited(rank=rank, exitcode=1, time=0.0, expected=expected)
+    return NodeReported(node, Gone(group="g", attempt=0, exited=exited))
+
+
+def has_ended(node: str, error: str = "") -> NodeReported:
+    return NodeReported(node, NodeEnded(group="g", error=error))
 
 
 def sent(actions: list[DirectorAction], kind: type[ToNode]) -> list[str]:
@@ -168,27 +193,24 @@ def test_ranks_are_in_the_order_of_places_whoever_comes_first():
         base_rank=3,
         world_size=5,
         store=("10.0.0.1", 5),
-        reason="started",
     )
 
 
 def test_nodes_without_a_place_come_in_the_order_of_arrival_behind_the_others():
     group = Directed(least=3)
     group.feed(NodeCame("x", 1, -1), NodeCame("y", 1, -1), NodeCame("z", 1, 0))
-    actions = group.feed(
-        NodeAwaitsRendezvous("y", -1), NodeAwaitsRendezvous("z", -1), NodeAwaitsRendezvous("x", -1)
-    )
+    actions = group.feed(awaits_rendezvous("y", -1), awaits_rendezvous("z", -1), awaits_rendezvous("x", -1))
     assert sent(actions, CompleteRendezvous) == ["z", "x", "y"]
 
 
 def test_a_fresh_group_ends_once_its_ranks_have_succeeded():
     group = Directed()
     group.come("hA", "hB")
-    assert group.feed(WorkersStarted("hA", 0)) == []
-    assert group.feed(WorkersStarted("hB", 0)) == [AllStarted(0, 4)]
+    assert group.feed(workers_started("hA", 0)) == []
+    assert group.feed(workers_started("hB", 0)) == [AllStarted(0, 4)]
     assert sent(group.release(succeeded=True), Release) == ["hA", "hB"]
-    assert group.feed(RankGone("hA", 0, expected=False), NodeHasEnded("hA")) == []
-    assert ended(group.feed(NodeHasEnded("hB"))) == [""]
+    assert group.feed(rank_gone("hA", 0, expected=False), has_ended("hA")) == []
+    assert ended(group.feed(has_ended("hB"))) == [""]
 
 
 def test_a_failure_begins_again_as_often_as_it_may():
@@ -199,10 +221,10 @@ def test_a_failure_begins_again_as_often_as_it_may():
     ] * 2
     assert group.meet("hA") == []
     assert begun(group.meet("hB")) == [(1, 4, "failure")]
-    group.feed(WorkersStarted("hA", 1), WorkersStarted("hB", 1))
+    group.feed(workers_started("hA", 1), workers_started("hB", 1))
     group.release(succeeded=False)
     assert sent(group.meet("hA", "hB"), EndGroup) == ["hA", "hB"]
-    assert ended(group.feed(NodeHasEnded("hA"), NodeHasEnded("hB"))) == [""]
+    assert ended(group.feed(has_ended("hA"), has_ended("hB"))) == [""]
 
 
 def test_what_is_ordered_while_ranks_are_started_reaches_them_then():
@@ -213,9 +235,9 @@ def test_what_is_ordered_while_ranks_are_started_reaches_them_then():
     ):
         group = Directed(restarts_left=1)
         group.come("hA", "hB")
-        group.feed(WorkersStarted("hA", 0))
+        group.feed(workers_started("hA", 0))
         assert sent(group.feed(order), kind) == ["hA"]
-        assert sent(group.feed(WorkersStarted("hB", 0)), kind) == ["hB"]
+        assert sent(group.feed(workers_started("hB", 0)), kind) == ["hB"]
 
 
 def test_an_order_of_an_attempt_that_is_over_does_nothing():
@@ -229,7 +251,7 @@ def test_an_order_of_an_attempt_that_is_over_does_nothing():
         Ordered(0, Order.REJOIN_NODES),
     ):
         assert group.feed(order) == []
-    assert group.feed(NodeAwaitsRendezvous("hA", 0), WorkersStarted("hA", 0)) == []
+    assert group.feed(awaits_rendezvous("hA", 0), workers_started("hA", 0)) == []
     assert group.state == state
 
 
@@ -250,16 +272,16 @@ def test_more_nodes_than_enough_are_awaited_for_a_moment():
 
 def test_kept_ranks_are_replaced_without_a_limit_once_one_has_died():
     group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
-    assert group.feed(RankGone("hB", 3, expected=False)) == []
+    assert group.feed(rank_gone("hB", 3, expected=False)) == []
     assert group.after(0.05) == []
     assert sent(group.after(0.1), Restart) == ["hA", "hB"]
-    assert group.feed(RankGone("hA", 0, expected=True)) == []
+    assert group.feed(rank_gone("hA", 0, expected=True)) == []
     assert begun(group.meet("hB", "hA")) == [(1, 4, "failure")]
 
 
 def test_a_node_that_restarts_by_itself_is_not_ordered_to():
     group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
-    group.feed(RankGone("hB", 3, expected=False))
+    group.feed(rank_gone("hB", 3, expected=False))
     group.meet("hB")
     assert sent(group.after(0.2), Restart) == ["hA"]
     assert begun(group.meet("hA")) == [(1, 4, "failure")]
@@ -272,7 +294,7 @@ def test_a_group_that_is_dismissed_while_nodes_are_awaited_ends_at_once(least):
     group.come("hA")
     actions = group.feed(Ordered(-1, ReleaseWorkers(succeeded=True, others=frozenset())))
     assert sent(actions, EndGroup) == ["hA"]
-    assert ended(group.feed(NodeHasEnded("hA"))) == [""]
+    assert ended(group.feed(has_ended("hA"))) == [""]
 
 
 def test_a_stop_that_comes_before_any_node_ends_the_group_at_once():
@@ -287,7 +309,7 @@ def test_without_a_node_in_its_place_a_kept_group_ends_and_names_the_one_that_wa
     group.feed(NodeLost("hB", KILLED))
     assert sent(group.after(0.2), Restart) == ["hA"]
     assert sent(group.meet("hA"), EndGroup) == ["hA"]
-    (error,) = ended(group.feed(NodeHasEnded("hA")))
+    (error,) = ended(group.feed(has_ended("hA")))
     assert error == f"node hB was lost: it {KILLED}"
 
 
@@ -297,7 +319,7 @@ def test_a_node_comes_in_the_place_of_one_that_was_lost():
     group.after(0.2)
     assert group.meet("hB") == [AskForNodes(1)]
     assert begun(group.come("hC")) == [(1, 4, "failure")]
-    group.feed(WorkersStarted("hB", 1), WorkersStarted("hC", 1), NodeLost("hC", KILLED))
+    group.feed(workers_started("hB", 1), workers_started("hC", 1), NodeLost("hC", KILLED))
     group.after(0.2)
     assert sent(group.meet("hB"), EndGroup) == ["hB"]
 
@@ -309,7 +331,7 @@ def test_a_node_that_does_not_come_in_time_is_waited_for_no_longer():
     group.meet("hB")
     assert group.after(59) == []
     assert sent(group.after(2), EndGroup) == ["hB"]
-    (error,) = ended(group.feed(NodeHasEnded("hB")))
+    (error,) = ended(group.feed(has_ended("hB")))
     assert error == f"node hA was lost: it {KILLED}, and no other node replaced it within 60 s"
 
 
@@ -326,8 +348,8 @@ def test_with_enough_nodes_kept_ranks_go_on_without_a_lost_node_and_no_restart_i
         AllStarted(1, 2),
     ]
     assert (group.state.stage, group.state.restarts_left) == (DirectorStage.RUNNING, 1)
-    assert group.feed(NodeAwaitsRendezvous("hB", 0)) == [], "of the attempt before"
-    assert sent(group.feed(RankGone("hB", 1, expected=False)) + group.after(0.2), Restart) == ["hB"]
+    assert group.feed(awaits_rendezvous("hB", 0)) == [], "of the attempt before"
+    assert sent(group.feed(rank_gone("hB", 1, expected=False)) + group.after(0.2), Restart) == ["hB"]
     assert begun(group.meet("hB")) == [(2, 2, "failure")]
 
 
@@ -361,7 +383,7 @@ def test_until_the_group_says_so_its_ranks_stay_as_they_are():
 
 def test_ranks_that_are_to_be_replaced_do_not_go_on():
     group = Directed(1, 2, persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
-    group.feed(NodeLost("hB", KILLED), Ordered(0, Order.REGROUP_NODES), RankGone("hA", 0, expected=False))
+    group.feed(NodeLost("hB", KILLED), Ordered(0, Order.REGROUP_NODES), rank_gone("hA", 0, expected=False))
     assert sent(group.after(0.2), Restart) == ["hA"]
     assert begun(group.meet("hA")) == [(1, 2, "failure")]
 
@@ -374,7 +396,7 @@ def test_a_node_that_comes_late_joins_the_ranks_that_are_there_when_the_group_le
     actions = group.after(0.1)
     assert actions[0] == BeginAttempt(1, 4, "membership", ("hA", "hB"), {0: 0, 1: 1})
     assert (sent(actions, AdoptRanks), sent(actions, CompleteRendezvous)) == (["hA"], ["hB"])
-    assert group.feed(WorkersStarted("hB", 1)) == [AllStarted(1, 4)]
+    assert group.feed(workers_started("hB", 1)) == [AllStarted(1, 4)]
 
 
 def test_a_node_that_came_while_others_met_is_known_once_they_have():
@@ -382,7 +404,7 @@ def test_a_node_that_came_while_others_met_is_known_once_they_have():
     group.feed(NodesExpected(1))
     group.come("hA")
     assert group.come("hB") == []
-    assert group.feed(WorkersStarted("hA", 0)) == [AllStarted(0, 2), Trigger.NODE_ARRIVED]
+    assert group.feed(workers_started("hA", 0)) == [AllStarted(0, 2), Trigger.NODE_ARRIVED]
 
 
 def test_a_node_that_is_lost_before_its_ranks_have_joined_costs_the_others_nothing():
@@ -407,17 +429,17 @@ def test_the_failure_of_fresh_ranks_on_a_lost_node_is_the_reason_for_the_end():
     group.feed(NodeLost("hB", KILLED))
     group.release(succeeded=False, others=frozenset({0, 1}))
     group.meet("hA")
-    assert ended(group.feed(NodeHasEnded("hA"))) == [""]
+    assert ended(group.feed(has_ended("hA"))) == [""]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_node_that_is_lost_before_it_has_ranks_is_named(persistent):
     group = Directed(persistent=persistent, restarts_left=UNLIMITED if persistent else 0)
     group.come("hA", "hB")
-    group.feed(WorkersStarted("hA", 0))
+    group.feed(workers_started("hA", 0))
     assert sent(group.feed(NodeLost("hB", KILLED)), Restart) == ["hA"]
     group.meet("hA")
-    assert ended(group.feed(NodeHasEnded("hA"))) == [f"node hB was lost: it {KILLED}"]
+    assert ended(group.feed(has_ended("hA"))) == [f"node hB was lost: it {KILLED}"]
 
 
 def test_people_who_start_nodes_may_take_their_time_before_the_first_attempt():
@@ -438,20 +460,20 @@ def test_ranks_that_have_succeeded_leave_whatever_the_engine_does():
     group = Directed().start("hA", "hB")
     group.release(succeeded=True)
     assert group.feed(EngineEnded("gone")) == []
-    assert ended(group.feed(NodeHasEnded("hA"), NodeLost("hB", KILLED))) == [""]
+    assert ended(group.feed(has_ended("hA"), NodeLost("hB", KILLED))) == [""]
 
 
 def test_a_node_that_does_not_end_a_group_is_given_up():
     group = Directed().start("hA", "hB")
-    group.feed(Ordered(0, Order.STOP_AGENT), NodeHasEnded("hA"))
+    group.feed(Ordered(0, Order.STOP_AGENT), has_ended("hA"))
     assert group.after(GRACE + 4) == []
     assert group.after(2) == [DropNode("hB", "did not end a group in time"), EndAgent()]
 
 
 def test_an_agent_that_ends_by_itself_ends_the_group_and_says_why():
     group = Directed().start("hA", "hB")
-    assert sent(group.feed(NodeHasEnded("hB", "LaunchError: no fork server")), EndGroup) == ["hA"]
-    assert ended(group.feed(NodeHasEnded("hA"))) == ["node hB ended its ranks: LaunchError: no fork server"]
+    assert sent(group.feed(has_ended("hB", "LaunchError: no fork server")), EndGroup) == ["hA"]
+    assert ended(group.feed(has_ended("hA"))) == ["node hB ended its ranks: LaunchError: no fork server"]
 
 
 # --- whatever happens --------------------------------------------------------------------------------
@@ -483,22 +505,19 @@ ORDERS: tuple[Order | ReleaseWorkers, ...] = (
 def any_event(draw: st.DrawFn, state: DirectorState) -> DirectorEvent:
     node = draw(st.sampled_from(NAMES))
     attempt = state.attempt - draw(st.sampled_from((0, 0, 0, 1)))
-    kind = draw(st.sampled_from((*director.DirectorEvent.__args__, Ordered, Ordered)))
-    made: dict[type, DirectorEvent] = {
-        NodeCame: NodeCame(f"{node}-{state.came}" if node in state.nodes else node, 2, ord(node[-1])),
-        NodesExpected: NodesExpected(draw(st.integers(0, 4))),
-        NodeLost: NodeLost(node, KILLED),
-        NodeAwaitsRendezvous: NodeAwaitsRendezvous(
-            node, state.nodes[node].attempt if node in state.nodes else -1
-        ),
-        WorkersStarted: WorkersStarted(node, attempt),
-        RankGone: RankGone(node, 0, draw(st.booleans())),
-        NodeHasEnded: NodeHasEnded(node),
-        Ordered: Ordered(attempt, draw(st.sampled_from(ORDERS))),
-        EngineEnded: EngineEnded("taken back"),
-        Trigger: Trigger.TICK,
-    }
-    return made[kind]
+    events: list[DirectorEvent] = [
+        NodeCame(f"{node}-{state.came}" if node in state.nodes else node, 2, ord(node[-1])),
+        NodesExpected(draw(st.integers(0, 4))),
+        NodeLost(node, KILLED),
+        awaits_rendezvous(node, state.nodes[node].attempt if node in state.nodes else -1),
+        workers_started(node, attempt),
+        rank_gone(node, 0, expected=draw(st.booleans())),
+        has_ended(node),
+        *[Ordered(attempt, draw(st.sampled_from(ORDERS)))] * 3,
+        EngineEnded("taken back"),
+        Trigger.TICK,
+    ]
+    return draw(st.sampled_from(events))
 
 
 @given(st.data(), groups())
@@ -532,20 +551,22 @@ class Obedient:
         match order:
             case CompleteRendezvous(attempt=attempt):
                 self.attempts[node] = attempt
-                answers.append(WorkersStarted(node, attempt))
+                answers.append(workers_started(node, attempt))
             case AdoptRanks(attempt=attempt, number=number) if attempt == self.attempts[node]:
                 self.attempts[node] = number
                 # What it has said of the attempt before, the fleet takes as said of this one.
                 self.answers[node] = deque(
-                    NodeAwaitsRendezvous(node, number) if isinstance(each, NodeAwaitsRendezvous) else each
+                    awaits_rendezvous(node, number)
+                    if isinstance(getattr(each, "message", None), AwaitingRendezvous)
+                    else each
                     for each in answers
                 )
             case Restart(attempt=attempt) if attempt == self.attempts[node]:
-                answers.append(NodeAwaitsRendezvous(node, attempt))
+                answers.append(awaits_rendezvous(node, attempt))
             case Release(succeeded=False):
-                answers.append(NodeAwaitsRendezvous(node, self.attempts[node]))
+                answers.append(awaits_rendezvous(node, self.attempts[node]))
             case Release() | EndGroup():
-                answers.append(NodeHasEnded(node))
+                answers.append(has_ended(node))
 
     def answer(self, node: str) -> None:
         if self.answers[node]:
@@ -574,7 +595,7 @@ def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
         what = data.draw(st.sampled_from(("come", "answer", "answer", "answer", "lose", "die", "order")))
         if what == "come" and len(present) < 3:
             name = next(names)
-            nodes.answers[name], nodes.attempts[name] = deque([NodeAwaitsRendezvous(name, -1)]), -1
+            nodes.answers[name], nodes.attempts[name] = deque([awaits_rendezvous(name, -1)]), -1
             nodes.feed(NodeCame(name, 2, -1))
         elif what == "order":
             order = data.draw(
@@ -600,8 +621,8 @@ def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
                     nodes.feed(Ordered(state.attempt, Order.REGROUP_NODES))  # as the lifecycle does
                 nodes.feed(NodeLost(node, KILLED))
             elif state.nodes.get(node) is not None and state.nodes[node].started:
-                nodes.answers[node].append(NodeAwaitsRendezvous(node, nodes.attempts[node]))
-                nodes.feed(RankGone(node, 0, expected=False))
+                nodes.answers[node].append(awaits_rendezvous(node, nodes.attempts[node]))
+                nodes.feed(rank_gone(node, 0, expected=False))
                 if not state.persistent:  # as the lifecycle does
                     nodes.feed(Ordered(state.attempt, ReleaseWorkers(succeeded=False, others=frozenset())))
     nodes.settle()
@@ -623,10 +644,10 @@ def test_a_node_among_4096_costs_little_more_than_one_among_256():
         events: tuple[DirectorEvent, ...] = (
             *(NodeCame(name, 8, place) for place, name in enumerate(names)),
             NodesExpected(count),
-            *(NodeAwaitsRendezvous(name, -1) for name in names),
-            *(WorkersStarted(name, 0) for name in names),
+            *(awaits_rendezvous(name, -1) for name in names),
+            *(workers_started(name, 0) for name in names),
             Ordered(0, Order.STOP_AGENT),
-            *(NodeHasEnded(name) for name in names),
+            *(has_ended(name) for name in names),
         )
         began = time.thread_time()
         for event in events:

@@ -110,12 +110,6 @@ def test_every_check_ends_before_the_whole_must():
     assert len({each.name for each in CHECKS}) == len(CHECKS)
 
 
-# --- the three doors ------------------------------------------------------------------------------------
-
-
-# --- CUDA stays as it is --------------------------------------------------------------------------------
-
-
 # --- GPUs, as `nvidia-smi` tells of them ----------------------------------------------------------------
 
 
@@ -147,6 +141,7 @@ def made_for_cuda(monkeypatch):
 
 
 TWO = "0, GPU-a, NVIDIA L4, 23034, 22000\n1, GPU-b, NVIDIA L4, 23034, 22000"
+T4 = "0, GPU-a, Tesla T4, 15360, 15000"
 PEERS = " \tGPU0\tGPU1\t\n GPU0\tX\t{0}\t\n GPU1\t{0}\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok"
 
 
@@ -158,6 +153,27 @@ def test_gpus_are_listed_with_their_free_memory_and_peers(nvidia_smi):
         ok("GPU 1", "NVIDIA L4, 21.5 GiB free of 22.5 GiB, nothing held by this kernel"),
         ok("peer-to-peer", "1 of 1 pairs of GPUs can read each other's memory"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "level", "words"),
+    [
+        ({"gpus": TWO, "peers": PEERS.format("CNS")}, "warning", "each other's memory: 0-1 -> "),
+        (
+            {"gpus": T4, "header": "| Driver Version: 470.1  CUDA Version: 11.4 |"},
+            *("problem", "the driver knows CUDA up to 11.4; torch was made for CUDA 12.6 -> "),
+        ),
+        ({"gpus": "0, GPU-a, NVIDIA A100, [N/A], [N/A]"}, "ok", "does not tell its memory"),
+        ({"gpus": "Driver/library version mismatch", "code": 18}, "problem", "library version mismatch"),
+        ({"gpus": "No devices were found", "code": 6}, "ok", "none: ranks run on the CPU"),
+    ],
+    ids=["peers", "driver", "memory", "failure", "none"],
+)
+@pytest.mark.usefixtures("made_for_cuda")
+def test_what_is_wrong_with_gpus_is_told_in_the_drivers_words(nvidia_smi, answers, level, words):
+    nvidia_smi(**answers)
+    found = [f"{each.level}: {each.summary} -> {each.advice}" for each in gpu.gpus()]
+    assert any(each.startswith(level) and words in each for each in found), found
 
 
 @pytest.mark.usefixtures("made_for_cuda")
@@ -190,23 +206,6 @@ def test_where_the_driver_names_no_processes_torch_tells_what_it_holds(nvidia_sm
     assert "which ranks do not mind" in only(checks.build()).summary
 
 
-@pytest.mark.usefixtures("made_for_cuda")
-def test_gpus_that_cannot_read_each_other_are_named(nvidia_smi):
-    nvidia_smi(TWO, peers=PEERS.format("CNS"))
-    *_, peers = gpu.gpus()
-    assert peers.level is Level.WARNING
-    assert peers.summary == "1 of 1 pairs of GPUs cannot read each other's memory: 0-1"
-    assert "NCCL_P2P_DISABLE=1" in peers.advice
-
-
-@pytest.mark.usefixtures("made_for_cuda")
-def test_a_driver_older_than_torchs_cuda_is_a_problem(nvidia_smi):
-    nvidia_smi("0, GPU-a, Tesla T4, 15360, 15000", header="| Driver Version: 470.1  CUDA Version: 11.4 |")
-    found = next(iter(gpu.gpus()))
-    assert found.level is Level.PROBLEM
-    assert found.summary == "the driver knows CUDA up to 11.4; torch was made for CUDA 12.6"
-
-
 def test_gpus_that_this_torch_cannot_use_are_named(nvidia_smi, monkeypatch):
     import torch
 
@@ -218,21 +217,6 @@ def test_gpus_that_this_torch_cannot_use_are_named(nvidia_smi, monkeypatch):
     found = next(iter(gpu.gpus()))
     assert found.level is Level.WARNING
     assert "hidden by CUDA_VISIBLE_DEVICES=''" in found.summary
-
-
-@pytest.mark.usefixtures("made_for_cuda")
-def test_a_driver_that_tells_no_memory_is_no_problem(nvidia_smi):
-    nvidia_smi("0, GPU-a, NVIDIA A100, [N/A], [N/A]")
-    assert only(gpu.gpus()).level is Level.OK
-
-
-def test_a_driver_that_fails_is_a_problem_in_its_own_words(nvidia_smi):
-    nvidia_smi("Failed to initialize NVML: Driver/library version mismatch", code=18)
-    found = only(gpu.gpus())
-    assert found.level is Level.PROBLEM
-    assert "Driver/library version mismatch" in found.summary
-    nvidia_smi("No devices were found", code=6)
-    assert only(gpu.gpus()).level is Level.OK
 
 
 def test_a_driver_that_hangs_is_a_warning_in_time_and_its_process_is_killed(nvidia_smi):
@@ -247,28 +231,6 @@ def test_a_driver_that_hangs_is_a_warning_in_time_and_its_process_is_killed(nvid
 # --- torch and versions ---------------------------------------------------------------------------------
 
 
-def test_a_torch_without_gloo_or_distributed_is_a_problem(monkeypatch):
-    import torch.distributed as dist
-
-    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert only(checks.build()).level is Level.PROBLEM
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    assert "without torch.distributed" in only(checks.build()).summary
-
-
-def test_variables_that_slow_nccl_down_are_named(monkeypatch):
-    import torch
-    import torch.distributed as dist
-
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    assert only(checks.nccl()) == ok("NCCL", "2.27.3")
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    found = only(checks.nccl())
-    assert found.level is Level.WARNING
-    assert found.summary == "2.27.3, NCCL_P2P_DISABLE=1"
-
-
 def test_what_is_too_old_or_not_installed_is_a_problem(monkeypatch):
     needed = ["msgspec>=99.0", "no-such-package>=1.2", "pytest>=99; extra == 'test'"]
     monkeypatch.setattr(metadata, "requires", lambda _: needed)
@@ -279,53 +241,124 @@ def test_what_is_too_old_or_not_installed_is_a_problem(monkeypatch):
     assert missing.advice == "pip install 'no-such-package>=1.2'"
 
 
-def test_what_was_installed_after_it_was_loaded_is_named(monkeypatch):
-    import zmq
-
-    monkeypatch.setattr(zmq, "__version__", "1.0")
-    found = only(notebook.versions())
-    assert found.level is Level.WARNING
-    assert found.summary.startswith("pyzmq 1.0 is loaded here, and ")
-    assert "Restart the kernel" in found.advice
-
-
-def test_without_a_package_there_is_nothing_to_compare(monkeypatch):
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", missing)
-    assert "not installed as a package" in only(notebook.versions()).summary
-
-
 # --- ranks: the fork server and what they need ----------------------------------------------------------
 
 
-def test_without_memory_files_payloads_take_another_way(monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    found = only(checks.hand_over())
-    assert found.level is Level.WARNING
-    assert "below TMPDIR" in found.advice
+# --- one check each -------------------------------------------------------------------------------------
 
 
-def test_without_pidfd_all_runs(monkeypatch):
-    monkeypatch.delattr(os, "pidfd_open")
-    found = only(checks.process_control())
-    assert found.level is Level.OK
-    assert "no pidfd_open" in found.summary
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail
 
 
-def test_a_sandbox_that_refuses_prctl_is_a_warning(monkeypatch):
-    monkeypatch.setattr(checks, "_CHILD", checks._CHILD.replace("36, 1", "-1, 1"))
-    found = only(checks.process_control())
-    assert found.level is Level.WARNING
-    assert found.summary == "prctl refuses: subreaper"
+def disk(total, free):
+    state = SimpleNamespace(f_bavail=free // 4096, f_blocks=total // 4096, f_frsize=4096)
+    return lambda m: m.setattr(os, "statvfs", lambda _: state)
 
 
-def test_the_environment_of_a_rank_is_a_warning(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    found = only(checks.this_process())
-    assert found.level is Level.WARNING
-    assert "(RANK)" in found.summary
+def nccl(**variables):
+    def change(m):
+        m.setattr("torch.distributed.is_nccl_available", lambda: True)
+        m.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
+        for name, value in variables.items():
+            m.setenv(name, value)
+
+    return change
+
+
+def threads(value):
+    def change(m):
+        m.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+        m.setenv("OMP_NUM_THREADS", value) if value else m.delenv("OMP_NUM_THREADS", raising=False)
+
+    return change
+
+
+def no_address(m):
+    m.setattr(socket, "gethostname", lambda: "box")
+    m.setattr(socket, "getaddrinfo", raising(socket.gaierror(socket.EAI_NONAME, "not known")))
+
+
+def without_ipywidgets(m):
+    m.setattr(_notebook, "shell", lambda: SimpleNamespace(kernel=SimpleNamespace(comm_manager=object())))
+    m.delenv("NBLAUNCH_DISPLAY", raising=False)
+    m.delenv("PYTEST_CURRENT_TEST")
+    m.setattr(notebook, "_installed", lambda name: None if name == "ipywidgets" else "7.4.0")
+
+
+SHM = resources.shared_memory
+# What is changed; the check, the level and words of its one finding.
+FOUND = {
+    "no gloo": (
+        lambda m: m.setattr("torch.distributed.is_gloo_available", lambda: False),
+        *(checks.build, "problem", "Ranks on the CPU need gloo"),
+    ),
+    "no torch.distributed": (
+        lambda m: m.setattr("torch.distributed.is_available", lambda: False),
+        *(checks.build, "problem", "without torch.distributed"),
+    ),
+    "NCCL": (nccl(), checks.nccl, "ok", "2.27.3 -> "),
+    "slow NCCL": (nccl(NCCL_P2P_DISABLE="1"), checks.nccl, "warning", "2.27.3, NCCL_P2P_DISABLE=1 -> "),
+    "installed after it was loaded": (
+        lambda m: m.setattr("zmq.__version__", "1.0"),
+        *(notebook.versions, "warning", "pyzmq 1.0 is loaded here, and "),
+    ),
+    "no package": (
+        lambda m: m.setattr(metadata, "requires", raising(metadata.PackageNotFoundError())),
+        *(notebook.versions, "ok", "not installed as a package"),
+    ),
+    "no memory files": (
+        lambda m: m.delattr(os, "memfd_create"),
+        *(checks.hand_over, "warning", "below TMPDIR"),
+    ),
+    "no pidfd": (
+        lambda m: m.delattr(os, "pidfd_open"),
+        *(checks.process_control, "ok", "no pidfd_open"),
+    ),
+    "no prctl": (
+        lambda m: m.setattr(checks, "_CHILD", checks._CHILD.replace("36, 1", "-1, 1")),
+        *(checks.process_control, "warning", "prctl refuses: subreaper -> "),
+    ),
+    "a rank": (lambda m: m.setenv("RANK", "0"), checks.this_process, "warning", "(RANK)"),
+    "no address": (no_address, checks.hostname, "warning", "`127.0.1.1 box`"),
+    "no loopback": (
+        lambda m: m.setattr(checks, "_LOOPBACK", "192.0.2.1"),  # reserved for documentation: nobody's
+        *(checks.loopback, "problem", "192.0.2.1 cannot be connected to"),
+    ),
+    "shared memory": (disk(8 * GIB, 8 * GIB), SHM, "ok", "8.0 GiB free"),
+    "small shared memory": (disk(64 * MIB, 64 * MIB), SHM, "warning", "--shm-size=8g"),
+    "full small shared memory": (disk(64 * MIB, 1 * MIB), SHM, "problem", "--shm-size=8g"),
+    "full shared memory": (disk(8 * GIB, 100 * MIB), SHM, "warning", "Remove what dead processes"),
+    "no shared memory": (
+        lambda m: m.setattr(resources, "_SHARED", "/dev/no-such-directory"),
+        *(SHM, "problem", "not there"),
+    ),
+    "threads unset": (threads(""), resources.threads, "ok", "on 1 of 8 CPUs"),
+    "threads": (threads("4"), resources.threads, "ok", "OMP_NUM_THREADS=4"),
+    "threads by level": (threads("4,2"), resources.threads, "ok", "OMP_NUM_THREADS=4,2"),
+    "too many threads": (threads("5"), resources.threads, "warning", "more threads than there are CPUs"),
+    "an unknown display": (
+        lambda m: m.setenv("NBLAUNCH_DISPLAY", "widgets"),
+        *(notebook.front_end, "problem", " -> Set it to widget."),
+    ),
+    "no display": (
+        lambda m: m.setenv("NBLAUNCH_DISPLAY", "?"),
+        *(notebook.front_end, "problem", " -> Set it to one of them"),
+    ),
+    "no ipywidgets": (without_ipywidgets, notebook.front_end, "problem", "pip install ipywidgets"),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_would_go_wrong_is_named_with_what_to_do(monkeypatch, case):
+    change, check, level, words = FOUND[case]
+    change(monkeypatch)
+    found = only(check())
+    assert found.level == level
+    assert words in f"{found.summary} -> {found.advice}"
 
 
 # --- network --------------------------------------------------------------------------------------------
@@ -352,45 +385,7 @@ def test_a_resolver_that_hangs_does_not_hang_the_doctor(monkeypatch):
     assert "/etc/hosts" in found.advice
 
 
-def test_a_hostname_that_does_not_resolve_is_a_warning_with_the_line_to_add(monkeypatch):
-    def refuse(*_):
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "gethostname", lambda: "box")
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    found = only(checks.hostname())
-    assert found.level is Level.WARNING
-    assert "`127.0.1.1 box`" in found.advice
-
-
-def test_a_loopback_interface_that_is_down_is_a_problem(monkeypatch):
-    monkeypatch.setattr(checks, "_LOOPBACK", "192.0.2.1")  # reserved for documentation: nobody's
-    assert only(checks.loopback()).level is Level.PROBLEM
-
-
 # --- disks and memory -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("total", "free", "level", "words"),
-    [
-        (8 * GIB, 8 * GIB, "ok", ""),
-        (64 * MIB, 64 * MIB, "warning", "--shm-size=8g"),
-        (64 * MIB, 1 * MIB, "problem", "--shm-size=8g"),
-        (8 * GIB, 100 * MIB, "warning", "Remove what dead processes"),
-    ],
-)
-def test_shared_memory_that_is_small_or_full_is_named(monkeypatch, total, free, level, words):
-    state = SimpleNamespace(f_bavail=free // 4096, f_blocks=total // 4096, f_frsize=4096)
-    monkeypatch.setattr(os, "statvfs", lambda _: state)
-    found = only(resources.shared_memory())
-    assert found.level == level
-    assert words in found.advice
-
-
-def test_a_system_without_shared_memory_has_a_problem(monkeypatch):
-    monkeypatch.setattr(resources, "_SHARED", "/dev/no-such-directory")
-    assert only(resources.shared_memory()).level is Level.PROBLEM
 
 
 def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch, own):
@@ -514,26 +509,7 @@ def test_the_users_limit_on_processes_is_named_unless_it_is_root(monkeypatch):
     assert only(resources.processes()).level is Level.OK
 
 
-def test_more_threads_than_cpus_are_a_warning(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for value, level in (("1", Level.OK), ("4", Level.OK), ("5", Level.WARNING), ("4,2", Level.OK)):
-        monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert only(resources.threads()).level is level
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert "on 1 of 8 CPUs" in only(resources.threads()).summary
-
-
 # --- the notebook ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "advice"), [("widgets", "Set it to widget."), ("?", "Set it to one of them")]
-)
-def test_a_way_to_show_runs_that_is_not_there_is_a_problem(monkeypatch, value, advice):
-    monkeypatch.setenv("NBLAUNCH_DISPLAY", value)
-    found = only(notebook.front_end())
-    assert found.level is Level.PROBLEM
-    assert found.advice.startswith(advice)
 
 
 def test_each_front_end_is_told_what_it_will_show(monkeypatch):
@@ -550,18 +526,6 @@ def test_each_front_end_is_told_what_it_will_show(monkeypatch):
     assert found(kernel).summary.startswith("a live panel: ipykernel ")
     assert found(kernel, "html").summary.endswith("(NBLAUNCH_DISPLAY=html)")
     assert found(SimpleNamespace(kernel=object())).level is Level.WARNING
-
-
-def test_a_kernel_whose_ipywidgets_are_not_installed_has_a_problem(monkeypatch):
-    monkeypatch.setattr(
-        _notebook, "shell", lambda: SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
-    )
-    monkeypatch.delenv("NBLAUNCH_DISPLAY", raising=False)
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(notebook, "_installed", lambda name: None if name == "ipywidgets" else "7.4.0")
-    found = only(notebook.front_end())
-    assert found.level is Level.PROBLEM
-    assert found.advice.endswith("pip install ipywidgets")
 
 
 @pytest.mark.parametrize(

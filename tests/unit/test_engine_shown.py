@@ -10,6 +10,7 @@ import time
 
 import msgspec
 import pytest
+from shown_runs import parts_of
 
 from nblaunch._results import (
     RankFailure,
@@ -41,9 +42,10 @@ from nblaunch.protocol.messages import (
     Returned,
     Started,
     Where,
+    encode,
 )
 from nblaunch.protocol.reports import LocatedAll, ranks_on
-from nblaunch.protocol.state import RunState, advance, decode_state, encode_state, hosts_of
+from nblaunch.protocol.state import RunState, advance, decode_state, hosts_of
 from nblaunch.view import display
 from nblaunch.view.display import TextView, html_and_text
 from nblaunch.view.html import render_html
@@ -150,12 +152,6 @@ def test_time_is_short_in_the_last_ten_minutes():
 # --- the panel ---------------------------------------------------------------------------------------
 
 
-def parts_of(state):
-    drawing = Drawing(HEADER, 0.0)
-    drawing.changes(state, 0.0)
-    return drawing.whole(0.0)["parts"]
-
-
 def nodes_in(head):
     """Return the class and the text of the line about nodes."""
     found = re.search(r'<div class="(nblaunch-nodes[^"]*)">(.*?)</div>', head)
@@ -258,7 +254,7 @@ def test_what_is_saved_of_a_run_holds_no_engine_and_no_host():
 
 
 def test_the_last_word_of_the_engine_travels_with_the_state():
-    assert decode_state(encode_state(waiting())) == waiting()
+    assert decode_state(encode(waiting())) == waiting()
 
 
 # --- sessions ----------------------------------------------------------------------------------------
@@ -368,7 +364,7 @@ def test_a_hang_report_names_hosts():
     assert "ranks 2-3 on hB are in all_reduce #4, which ranks 0-1 on hA have not started" in str(report)
     assert "[ranks 0-1 on hA, ranks 2-3 on hB] at cell line 4" in report.summary
     state = advance(on_two_hosts(), LocatedAll(report=report))
-    assert decode_state(encode_state(state)) == state
+    assert decode_state(encode(state)) == state
     for text in (render_text(state, HEADER), render_html(state, HEADER)):
         assert "[ranks 0-1 on hA, ranks 2-3 on hB] at cell line 4" in text
 

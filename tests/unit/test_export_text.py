@@ -242,7 +242,6 @@ def test_what_is_saved_together_is_one_object_again(tmp_path: Path) -> None:
 
 
 def script(source: str, namespace: dict[str, Any] | None = None, *, device: str = "cpu") -> str:
-    """Return the script of one cell."""
     setting = Setting("gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl", device)
     cells = [Cell(source, "In[3]")]
     return export(cells, namespace or {}, {}, setting, command="torchrun x.py", directory="x_data").text
@@ -300,7 +299,6 @@ PLAIN = "torchrun --standalone --nproc-per-node 2 train.py"
 
 
 def parsed(command: str) -> Any:
-    """Read a command with torchrun's own parser."""
     from torch.distributed.run import get_args_parser
 
     words = shlex.split(command.splitlines()[-1])

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import msgspec
@@ -23,6 +24,7 @@ from nblaunch._errors import LaunchError, OptionError, RunFailedError, RunPreemp
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.own_modules import digest_of
+from nblaunch.group.lifecycle import GroupEvent, NodeLeaving, Preemption, PrepareChanged, Trigger
 from nblaunch.host import wire
 from nblaunch.host.hub import Hub
 from nblaunch.host.join import HERE_PLACE, place_of
@@ -31,38 +33,11 @@ from nblaunch.host.reach import Probe, try_all
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.nodes import fleet as fleet_module
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import (
-    Allocation,
-    Engine,
-    NodeProgram,
-    NodeRequest,
-    ProgramStatus,
-    own_address,
-)
+from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus, own_address
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import (
-    CellJob,
-    CodeFile,
-    CodeManifest,
-    CodeTree,
-    Dispatch,
-    EngineState,
-    EngineStatus,
-    Exited,
-    FromRank,
-    Hello,
-    Leave,
-    Payload,
-    Prepare,
-    Proceed,
-    Returned,
-    Stream,
-    ToRank,
-    Usage,
-    decode_to_rank,
-    encode,
-)
+from nblaunch.protocol import messages
+from nblaunch.protocol.state import RunState
 
 if TYPE_CHECKING:
     from nblaunch.group.group import WorkerGroup
@@ -78,7 +53,7 @@ HAS = wire.Inventory(
     device_type="cpu",
 )
 ON_GPUS = msgspec.structs.replace(HAS, backend="cpu:gloo,cuda:nccl", device_type="cuda")
-PREPARE = Prepare(environ=(b"SECRET=1",), cwd=b"/here", path=())
+PREPARE = messages.Prepare(environ=(b"SECRET=1",), cwd=b"/here", path=())
 
 M = TypeVar("M")
 
@@ -99,7 +74,9 @@ class Events:
         self.kept: Mapping[int, int] | None = None
         self.ranks: set[int] = set()
         self.backend = ""
-        self.goes_on = self.saving = False
+        self.life = SimpleNamespace(changing=False, saving=False)
+        self.logs = SimpleNamespace(wrote=lambda _rank: None)
+        self.state = RunState.fresh(0)
         self.told: list[tuple[Any, ...]] = []
         self.ended = threading.Event()
         self.error: BaseException | None = None
@@ -109,42 +86,39 @@ class Events:
     def of(self, kind: str) -> list[tuple[Any, ...]]:
         return [each[1:] for each in self.told if each[0] == kind]
 
-    def receive(self, message: FromRank, data: bytes | None = None) -> None:
+    def receive(self, message: messages.FromRank, data: bytes | None = None) -> None:
         self.told.append(("message", message, data))
 
-    def wrote(self, rank: int) -> None: ...
-
-    def node_started(self, workers: tuple[Worker, ...]) -> None:
-        self.ranks |= {each.rank for each in workers}
-        self.told.append(("workers", [each.rank for each in workers]))
-
-    def rank_gone(self, exited: Exited) -> None:
+    def rank_gone(self, exited: messages.Exited) -> None:
         self.told.append(("gone", exited.rank, exited.exitcode, exited.reason))
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         self.told.append(("stopped", sorted(ranks)))
 
-    def node_leaves(
-        self, name: str, *, asked: bool, enough: bool, ranks: frozenset[int], address: str
-    ) -> bool:
-        self.told.append(("leaves", name, asked, enough))
-        assert ranks
-        assert not address, "it is the runtime's own"
-        if enough and self.keep:
-            self.peers.regroup()
-        elif enough:
-            self.peers.rejoin()
-        return enough and not self.keep
-
-    def node_waits(self) -> None:
-        self.told.append(("waits",))
-        self.peers.regroup()
-
-    def engine_reported(self, message: EngineStatus) -> None:
-        self.told.append(("said", message.state, message.joined, message.wanted))
-
-    def placed(self, backend: str, device_type: str) -> None:
-        self.told.append(("placed", backend, device_type))
+    def feed(self, event: GroupEvent) -> None:
+        match event:
+            case NodeLeaving(name, asked, enough, ranks, address):
+                self.told.append(("leaves", name, asked, enough))
+                assert ranks
+                assert not address, "it is the runtime's own"
+                if enough and self.keep:
+                    self.peers.regroup()
+                elif enough:
+                    self.peers.rejoin()
+                self.life.changing = enough and not self.keep
+            case Trigger.NODE_ARRIVED:
+                self.told.append(("waits",))
+                self.peers.regroup()
+            case messages.EngineStatus(state=state, joined=joined, wanted=wanted):
+                self.told.append(("said", state, joined, wanted))
+            case PrepareChanged(backend, device_type):
+                self.told.append(("placed", backend, device_type))
+            case Preemption(why, seconds):
+                self.told.append(("preempted", why, seconds))
+            case messages.Noticed(text=text):
+                self.told.append(("noted", text))
+            case _:
+                raise AssertionError(event)
 
     def attempt_starting(
         self,
@@ -161,26 +135,26 @@ class Events:
         self.told.append(("attempt", number, world_size, reason))
         self.kept, self.ranks = kept, set(kept or ())
 
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        assert not workers, "they have been told"
-        self.told.append(("started", number, world_size, sorted(self.ranks)))
+    def attempt_started(
+        self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
+    ) -> None:
+        if remote:
+            self.ranks |= {each.rank for each in workers}
+            self.told.append(("workers", [each.rank for each in workers]))
+        else:
+            assert not workers, "they have been told"
+            self.told.append(("started", number, world_size, sorted(self.ranks)))
 
     def agent_ended(self, error: BaseException | None) -> None:
         self.error = error
         self.peers.close(succeeded=error is None)
         self.ended.set()
 
-    def preempted(self, why: str, seconds: float | None) -> None:
-        self.told.append(("preempted", why, seconds))
-
-    def measured(self, usages: Mapping[int, Usage]) -> None:
+    def measured(self, usages: Mapping[int, messages.Usage]) -> None:
         self.told.append(("measured", dict(usages)))
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None:
         self.told.append(("stacks", stacks))
-
-    def noted(self, text: str) -> None:
-        self.told.append(("noted", text))
 
 
 class Hosts(Allocation):
@@ -191,15 +165,15 @@ class Hosts(Allocation):
     def __init__(self, request: NodeRequest) -> None:
         self.request = request
         self.programs: list[NodeProgram] = []
-        self.state = EngineState.GRANTED
+        self.state = messages.EngineState.GRANTED
         self.cancelled = threading.Event()
         self.lost: set[int] = set()
         """The places whose programs have ended."""
 
-    def status(self) -> EngineStatus:
+    def status(self) -> messages.EngineStatus:
         hosts = tuple(f"h{letter}" for letter in "ABCDEFGH"[: self.request.most])
-        words = "CANCELLED" if self.state is EngineState.ENDED else ""
-        return EngineStatus(engine="played", state=self.state, id="7", words=words, hosts=hosts)
+        words = "CANCELLED" if self.state is messages.EngineState.ENDED else ""
+        return messages.EngineStatus(engine="played", state=self.state, id="7", words=words, hosts=hosts)
 
     def start(self, program: NodeProgram) -> str:
         self.programs.append(program)
@@ -303,8 +277,8 @@ class Node:
         self.ranks = [each.rank for each in records]
         return meet
 
-    def say(self, *messages: FromRank, group: str = "g", attempt: int = 0) -> None:
-        data = tuple(encode(each) for each in messages)
+    def say(self, *said: messages.FromRank, group: str = "g", attempt: int = 0) -> None:
+        data = tuple(messages.encode(each) for each in said)
         self.send(wire.RankMessages(group=group, attempt=attempt, data=data))
 
     def end(self, group: str = "g", error: str = "") -> None:
@@ -437,32 +411,36 @@ def test_one_frame_carries_what_several_ranks_get_and_nothing_of_this_machine(fl
         assert [peers.send(rank, PREPARE) for rank in range(5)] == [True] * 4 + [False]
         peers.release(succeeded=True, others=frozenset())
         for rank in range(4):
-            peers.send(rank, Leave())
-            peers.send(rank, Proceed())
+            peers.send(rank, messages.Leave())
+            peers.send(rank, messages.Proceed())
 
     fleets.hub.run(send)
     for node in nodes:
         frames = [node.wait_for(wire.ForRanks) for _ in range(5)]
         assert frames[0].ranks == tuple(node.ranks)
-        assert decode_to_rank(frames[0].data, "test") == msgspec.structs.replace(PREPARE, environ=(), cwd=b"")
-        kinds: list[type[ToRank]] = [type(decode_to_rank(each.data, "test")) for each in frames[1:]]
-        assert kinds == [Leave, Proceed, Leave, Proceed]
+        assert messages.decode_to_rank(frames[0].data, "test") == msgspec.structs.replace(
+            PREPARE, environ=(), cwd=b""
+        )
+        kinds: list[type[messages.ToRank]] = [
+            type(messages.decode_to_rank(each.data, "test")) for each in frames[1:]
+        ]
+        assert kinds == [messages.Leave, messages.Proceed, messages.Leave, messages.Proceed]
         assert node.wait_for(wire.Release).succeeded
 
 
 def test_what_ranks_send_and_print_and_return_comes_home(fleets):
     events = fleets.group(fleets.fleet())
     node, _ = fleets.run_two(events)
-    hello = Hello(rank=0, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1)
-    node.send(wire.Wrote(group="g", attempt=0, rank=0, stream=Stream.STDOUT), b"from afar\n")
+    hello = messages.Hello(rank=0, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1)
+    node.send(wire.Wrote(group="g", attempt=0, rank=0, stream=messages.Stream.STDOUT), b"from afar\n")
     node.say(hello)
     node.send(wire.Piece(group="g", number=1, offset=0, total=5), b"whole")
-    node.say(Returned(rank=0, value=Payload(sizes=(5,), path="parcel:1"), time=1.0))
-    node.send(wire.RanksMeasured(group="g", attempt=0, usages={0: Usage(cpu_percent=1.0, memory=2)}))
+    node.say(messages.Returned(rank=0, value=messages.Payload(sizes=(5,), path="parcel:1"), time=1.0))
+    node.send(wire.RanksMeasured(group="g", attempt=0, usages={0: messages.Usage(cpu_percent=1.0, memory=2)}))
     wait_until(lambda: events.of("measured"))
     first, second = (message for message, _ in events.of("message"))
     assert first == hello
-    assert isinstance(second, Returned)
+    assert isinstance(second, messages.Returned)
     assert second.value.pid
     assert (events.peers.log_directory / "hA-0" / "stdout.log").read_bytes() == b"from afar\n"
 
@@ -471,11 +449,11 @@ def test_a_payload_goes_to_each_node_once(fleets):
     events = fleets.group(fleets.fleet())
     nodes = fleets.run_two(events)
     with shared_memory.put(pickling.dumps(b"x" * 300_000), lambda: fleets.directory) as held:
-        job = Dispatch(job=CellJob("1", "c", "Cell"), payload=held.payload)
+        job = messages.Dispatch(job=messages.CellJob("1", "c", "Cell"), payload=held.payload)
         fleets.hub.run(lambda: [events.peers.send(rank, job) for rank in range(4)] and None)
         for node in nodes:
             order = node.wait_for(wire.ForRanks)
-            ticket = decode_to_rank(order.data, "test").payload
+            ticket = messages.decode_to_rank(order.data, "test").payload
             assert order.ranks == tuple(node.ranks)
             assert len(node.parts[int(ticket.path.rpartition(":")[2])]) > 300_000
 
@@ -704,9 +682,9 @@ def test_modules_that_do_not_reach_a_node_are_sent_another_way_and_no_group_ends
     events = fleets.group(fleet)
     content = b"#" * 100_000
     (tmp_path / "big.py").write_bytes(content)
-    file = CodeFile(root=0, path="big.py", digest=digest_of(content), size=len(content))
-    code = CodeTree("7", (bytes(tmp_path),))
-    fleet.code.learn(CodeManifest(code.tree, code.roots, (file,)))
+    file = messages.CodeFile(root=0, path="big.py", digest=digest_of(content), size=len(content))
+    code = messages.CodeTree("7", (bytes(tmp_path),))
+    fleet.code.learn(messages.CodeManifest(code.tree, code.roots, (file,)))
     node = fleets.come("hA", 0, data="tcp://127.0.0.1:1")  # where nobody listens
     identity = node.socket.getsockopt(zmq.IDENTITY)
     fleets.hub.run(lambda: fleet.code.ask(identity, code))
@@ -818,7 +796,7 @@ def test_a_node_that_comes_late_and_reaches_nobody_is_sent_away_and_the_others_g
 def test_a_failure_begins_again_with_the_same_nodes(fleets):
     events = fleets.group(fleets.fleet(), max_restarts=1)
     nodes = fleets.run_two(events)
-    nodes[1].send(wire.Gone(group="g", attempt=0, exited=Exited(rank=3, exitcode=1, time=0.0)))
+    nodes[1].send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=3, exitcode=1, time=0.0)))
     wait_until(lambda: events.of("gone"))
     events.peers.release(succeeded=False, others=frozenset({0, 1}))
     for node in nodes:
@@ -828,8 +806,10 @@ def test_a_failure_begins_again_with_the_same_nodes(fleets):
         node.start_ranks(attempt=1)
     wait_until(lambda: len(events.of("started")) == 2)
     assert events.of("attempt")[-1] == (1, 4, "failure")
-    nodes[0].say(Hello(rank=0, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1))
-    nodes[0].say(Hello(rank=0, token="", attempt=1, local_rank=0, world_size=4, node="hA", pid=1), attempt=1)
+    nodes[0].say(messages.Hello(rank=0, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1))
+    nodes[0].say(
+        messages.Hello(rank=0, token="", attempt=1, local_rank=0, world_size=4, node="hA", pid=1), attempt=1
+    )
     wait_until(lambda: events.of("message"))
     assert [message.attempt for message, _ in events.of("message")] == [1]
 
@@ -850,7 +830,7 @@ def test_of_a_connection_that_ends_its_own_node_is_asked_and_no_other(fleets):
 def test_a_kept_rank_that_dies_has_all_replaced(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
-    nodes[0].send(wire.Gone(group="g", attempt=0, exited=Exited(rank=1, exitcode=-9, time=0.0)))
+    nodes[0].send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=1, exitcode=-9, time=0.0)))
     assert nodes[1].wait_for(wire.Restart).attempt == 0
     for node in nodes:
         node.await_rendezvous(after=0)
@@ -909,24 +889,26 @@ def test_fresh_ranks_go_on_with_the_nodes_that_are_left(fleets):
 def test_kept_ranks_go_on_under_other_numbers_and_lose_nothing_that_they_have_printed(fleets):
     events = fleets.group(fleets.fleet(1, 2), keep=True)
     first, second = fleets.run_two(events)
-    second.send(wire.Wrote(group="g", attempt=0, rank=2, stream=Stream.STDOUT), b"before, ")
+    second.send(wire.Wrote(group="g", attempt=0, rank=2, stream=messages.Stream.STDOUT), b"before, ")
     first.die()
     order = second.wait_for(wire.AdoptRanks)
     assert (order.attempt, order.number, order.base_rank, order.world_size) == (0, 1, 0, 2)
     assert events.of("attempt")[-1] == (1, 2, "membership")
     assert events.kept == {0: 2, 1: 3}
     # What was on its way is still theirs; messages of ranks are of the attempt that is over.
-    second.send(wire.Wrote(group="g", attempt=0, rank=2, stream=Stream.STDOUT), b"between, ")
-    second.say(Hello(rank=2, token="", attempt=0, local_rank=0, world_size=4, node="hB", pid=1))
-    second.send(wire.Wrote(group="g", attempt=1, rank=0, stream=Stream.STDOUT), b"after")
-    second.say(Hello(rank=0, token="", attempt=1, local_rank=0, world_size=2, node="hB", pid=1), attempt=1)
+    second.send(wire.Wrote(group="g", attempt=0, rank=2, stream=messages.Stream.STDOUT), b"between, ")
+    second.say(messages.Hello(rank=2, token="", attempt=0, local_rank=0, world_size=4, node="hB", pid=1))
+    second.send(wire.Wrote(group="g", attempt=1, rank=0, stream=messages.Stream.STDOUT), b"after")
+    second.say(
+        messages.Hello(rank=0, token="", attempt=1, local_rank=0, world_size=2, node="hB", pid=1), attempt=1
+    )
     wait_until(lambda: events.of("message"))
     assert [message.attempt for message, _ in events.of("message")] == [1]
     assert (events.peers.log_directory / "hB-2" / "stdout.log").read_text() == "before, between, after"
-    events.peers.send(1, Proceed())
+    events.peers.send(1, messages.Proceed())
     fleets.hub.run(events.peers.turn)
     assert second.wait_for(wire.ForRanks).ranks == (1,)
-    second.send(wire.Gone(group="g", attempt=0, exited=Exited(rank=3, exitcode=1, time=0.0)))
+    second.send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=3, exitcode=1, time=0.0)))
     wait_until(lambda: events.of("gone")[-1][0] == 1)
     assert second.wait_for(wire.Restart).attempt == 1
     second.await_rendezvous(after=0)
@@ -946,6 +928,21 @@ def test_a_node_that_comes_late_has_its_ranks_join_the_others(fleets):
     assert events.kept == {0: 0, 1: 1}
 
 
+def test_nodes_of_an_endpoint_end_their_ranks_as_soon_as_the_notebook_does(fleets):
+    """Else these would see the notebook's go, and seem to have failed."""
+    fleet = fleets.fleet()
+    fleet.conf = replace(fleet.conf, directed=False)
+    events = Events()
+    events.settings = AgentSettings(2, LaunchOptions(), "r", fleets.directory)
+    joined = fleet.connect(cast("WorkerGroup", events), fleets.directory)
+    node = Node(fleet.endpoint.removeprefix("tcp://"), fleet._key)
+    fleets.nodes.append(node)
+    node.ask("hA")
+    node.wait_for(wire.OpenGroup)
+    joined.stop()
+    assert node.wait_for(wire.EndGroup).group == "g"
+
+
 def test_a_node_that_asks_to_leave_is_let_go(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
@@ -960,7 +957,7 @@ def test_an_engine_that_ends_the_nodes_is_the_reason(fleets, monkeypatch):
     monkeypatch.setattr(Played, "reports", True)  # it is looked at often
     events = fleets.group(fleets.fleet())
     nodes = fleets.run_two(events)
-    Played.asked[0].state = EngineState.ENDED
+    Played.asked[0].state = messages.EngineState.ENDED
     for node in nodes:
         node.wait_for(wire.EndGroup)
         node.end()
@@ -971,9 +968,9 @@ def test_an_engine_that_ends_the_nodes_is_the_reason(fleets, monkeypatch):
 def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
-    nodes[1].send(wire.Notice(seconds=30, words="got SIGUSR1"))
+    nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGUSR1"))
     assert wait_until(lambda: events.of("preempted")) == [("node hB got SIGUSR1 (played job 7)", 30)]
-    nodes[1].send(wire.Notice(seconds=30, words="got SIGTERM", leaves=True))
+    nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGTERM", leaves=True))
     nodes[1].send(wire.Leaving())
     nodes[1].wait_for(wire.Finish)
     nodes[0].wait_for(wire.Restart)
@@ -988,7 +985,7 @@ def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
 def test_of_a_range_a_node_that_is_about_to_be_ended_is_let_go(fleets):
     events = fleets.group(fleets.fleet(1, 2))
     nodes = fleets.run_two(events)
-    nodes[1].send(wire.Notice(seconds=30, words="got SIGTERM", leaves=True))
+    nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGTERM", leaves=True))
     nodes[1].wait_for(wire.Finish)
     assert events.of("preempted") == []
 
@@ -996,13 +993,13 @@ def test_of_a_range_a_node_that_is_about_to_be_ended_is_let_go(fleets):
 def test_the_end_of_the_nodes_waits_for_ranks_that_save(fleets):
     events = fleets.group(fleets.fleet())
     nodes = fleets.run_two(events)
-    events.saving = True
-    Played.asked[0].state = EngineState.ENDED
-    nodes[0].send(wire.Notice(seconds=30, words="got SIGTERM", leaves=True))
-    wait_until(lambda: ("said", EngineState.ENDED, 2, 2) in events.told, "the engine has said it")
+    events.life.saving = True
+    Played.asked[0].state = messages.EngineState.ENDED
+    nodes[0].send(wire.NodeEnding(seconds=30, words="got SIGTERM", leaves=True))
+    wait_until(lambda: ("said", messages.EngineState.ENDED, 2, 2) in events.told, "the engine has said it")
     assert not [each for each in nodes[0].got if isinstance(each, wire.EndGroup)]
-    events.saving = False
-    nodes[1].send(wire.Notice(seconds=30, words="got SIGUSR1"))  # any turn of the hub
+    events.life.saving = False
+    nodes[1].send(wire.NodeEnding(seconds=30, words="got SIGUSR1"))  # any turn of the hub
     for node in nodes:
         node.wait_for(wire.EndGroup)
         node.end()
@@ -1036,7 +1033,9 @@ def test_two_groups_use_the_same_nodes_and_know_nothing_of_each_other(fleets):
         node.start_ranks("h")
     wait_until(lambda: second.of("started"))
     assert len(Played.asked) == 1
-    nodes[0].say(Hello(rank=1, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1), group="h")
+    nodes[0].say(
+        messages.Hello(rank=1, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1), group="h"
+    )
     wait_until(lambda: second.of("message"))
     assert first.of("message") == []
     second.peers.stop()

@@ -26,7 +26,7 @@ class Traced(Group):  # type: ignore[misc]  # a class of another test
         super().__init__(persistent=persistent)
         self.lines: list[str] = []
         self.began = self.now
-        ending = Ending.of(timeout, hang_after, self.now)
+        ending = Ending.begin(timeout, hang_after, self.now)
         self.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2), ending=ending)))
         self.start(given=False).feed(*(Started(rank=rank, time=1.0) for rank in range(2)))
 

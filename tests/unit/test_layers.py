@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -116,6 +117,16 @@ class Import:
         return f"{self.importer}:{self.line} imports {self.imported}"
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -150,7 +161,7 @@ def imports_of(path: Path) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, lazy=lazy, only_types=only_types)
 
-    yield from visit(ast.parse(path.read_text()), lazy=False, only_types=False)
+    yield from visit(tree_of(path), lazy=False, only_types=False)
 
 
 def imported_by(node: ast.ImportFrom, package: str) -> Iterator[str]:
@@ -170,8 +181,16 @@ def exists(module: str) -> bool:
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
-IMPORTS = [each for path in MODULES for each in imports_of(path)]
-OURS = [each for each in IMPORTS if each.imported.split(".")[0] == "nblaunch"]
+
+
+@functools.cache
+def imports() -> list[Import]:
+    return [each for path in MODULES for each in imports_of(path)]
+
+
+@functools.cache
+def ours() -> list[Import]:
+    return [each for each in imports() if each.imported.split(".")[0] == "nblaunch"]
 
 
 def test_every_module_stands_in_a_layer():
@@ -182,7 +201,7 @@ def test_no_module_imports_upwards():
     """Imports for annotations alone count too: a type is knowledge."""
     upwards = [
         str(each)
-        for each in OURS
+        for each in ours()
         if LAYERS.index(layer_of(each.imported)) > LAYERS.index(layer_of(each.importer))
     ]
     assert upwards == []
@@ -191,7 +210,7 @@ def test_no_module_imports_upwards():
 def test_no_modules_import_one_another():
     """So every folder has an order, too, in which its modules can be read; a type or a late import counts."""
     loads: dict[str, set[str]] = {}
-    for each in OURS:
+    for each in ours():
         if each.imported != each.importer:
             loads.setdefault(each.importer, set()).add(each.imported)
     graphlib.TopologicalSorter(loads).prepare()  # raises CycleError, which names the circle
@@ -199,7 +218,7 @@ def test_no_modules_import_one_another():
 
 def test_what_runs_in_a_rank_never_imports_what_runs_in_the_kernel():
     kernel = set(LAYERS[LAYERS.index("rank") + 1 :])
-    below = [each for each in OURS if layer_of(each.importer) not in kernel]
+    below = [each for each in ours() if layer_of(each.importer) not in kernel]
     assert [str(each) for each in below if layer_of(each.imported) in kernel] == []
 
 
@@ -207,7 +226,7 @@ def test_a_client_knows_nothing_of_what_runs_in_the_runtime():
     """Nor does that know its clients; between the two is the protocol."""
     sides = [
         each
-        for each in OURS
+        for each in ours()
         if (layer_of(each.importer) in CLIENTS and layer_of(each.imported) in RUNTIME)
         or (layer_of(each.importer) in RUNTIME and layer_of(each.imported) in CLIENTS)
     ]
@@ -223,7 +242,7 @@ def loaded_by(module: str) -> set[str]:
     found, new = set(), {module}
     while new:
         found |= new
-        loads = [each for each in OURS if each.importer in new and not each.only_types]
+        loads = [each for each in ours() if each.importer in new and not each.only_types]
         new = {
             each.imported for each in loads if not (each.lazy and layer_of(each.imported) == "checks")
         } - found
@@ -232,7 +251,7 @@ def loaded_by(module: str) -> set[str]:
 
 def test_a_kernel_loads_no_zmq_of_ours_and_torch_only_for_values_that_are_torchs():
     loaded = loaded_by("nblaunch.magic.magics") | loaded_by("nblaunch._api")
-    users = [each for each in IMPORTS if each.importer in loaded and not each.only_types]
+    users = [each for each in imports() if each.importer in loaded and not each.only_types]
     assert {each.importer for each in users if each.imported.split(".")[0] == "zmq"} == set()
     torch = [each for each in users if each.imported.split(".")[0] == "torch"]
     assert {each.importer for each in torch} == TORCH_IN_A_KERNEL
@@ -250,10 +269,10 @@ KEEPS_NODES = {"nblaunch.runtime.requests", "nblaunch.runtime.runtime_session"}
 
 
 def test_a_worker_group_knows_its_ranks_only_as_those_of_hosts():
-    importers = {each.importer for each in OURS if each.imported.startswith("nblaunch.nodes")}
+    importers = {each.importer for each in ours() if each.imported.startswith("nblaunch.nodes")}
     others = {each for each in importers if layer_of(each) != "nodes"} - KEEPS_NODES
     assert others == MAKES_HOSTS | ASKS_FOR_NODES
-    of_group = {each.imported for each in OURS if each.importer == "nblaunch.group.group"}
+    of_group = {each.imported for each in ours() if each.importer == "nblaunch.group.group"}
     of_hosts = {each for each in of_group if each.startswith("nblaunch.host")}
     assert of_hosts == {"nblaunch.host.local_host", "nblaunch.host.rank_host", "nblaunch.host.settings"}
 
@@ -262,7 +281,7 @@ def test_a_worker_group_does_not_know_whether_a_notebook_runs_it():
     notebook = {"IPython", "ipykernel", "nblaunch._notebook"}
     users = {
         each.importer
-        for each in IMPORTS
+        for each in imports()
         if layer_of(each.importer) in {"host", "group", "nodes", "runtime"} and each.imported in notebook
     }
     assert users == set()
@@ -275,7 +294,7 @@ def test_the_lowest_layers_import_little_from_outside():
         allowed |= more
         outside += [
             str(each)
-            for each in IMPORTS
+            for each in imports()
             if layer_of(each.importer) == layer and each.imported.split(".")[0] not in allowed
         ]
     assert outside == []
@@ -283,7 +302,7 @@ def test_the_lowest_layers_import_little_from_outside():
 
 def test_a_client_knows_the_runtime_by_the_protocol_alone():
     """What it is made of, and what that needs, is loaded in the runtime's process and not in the kernel."""
-    of_client = [each for each in IMPORTS if layer_of(each.importer) == "client"]
+    of_client = [each for each in imports() if layer_of(each.importer) == "client"]
     allowed = {"nblaunch", *OUTSIDE_A_CLIENT, *sys.stdlib_module_names} - {"asyncio"}
     assert [str(each) for each in of_client if each.imported.split(".")[0] not in allowed] == []
     assert [str(each) for each in of_client if each.imported == "psutil" and not each.lazy] == []
@@ -295,7 +314,7 @@ def test_what_is_a_callers_comes_with_its_requests():
     used = [
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name in ("place", "worker_groups")
-        for node in ast.walk(ast.parse((PACKAGE / "runtime" / f"{name}.py").read_text()))
+        for node in nodes_of(PACKAGE / "runtime" / f"{name}.py")
         if isinstance(node, ast.Attribute)
         and (ast.unparse(node) in own or node.attr in {"absolute", "resolve"})
     ]
@@ -318,27 +337,27 @@ def test_what_decides_on_the_life_of_a_group_has_no_clock_no_thread_and_no_io():
         "typing",
     }
     ours = ("nblaunch.protocol", "nblaunch.diagnose", *machines)
-    others = [str(each) for each in IMPORTS if each.importer in machines and each.imported not in pure]
+    others = [str(each) for each in imports() if each.importer in machines and each.imported not in pure]
     assert [each for each in others if not each.split(" imports ")[1].startswith(ours)] == []
 
 
 def test_only_the_view_draws_with_widgets():
     widgets = {"anywidget", "ipywidgets"}
-    drawing = {each.importer for each in IMPORTS if each.imported.split(".")[0] in widgets}
+    drawing = {each.importer for each in imports() if each.imported.split(".")[0] in widgets}
     assert {layer_of(module) for module in drawing} <= {"view"}
 
 
 def test_a_view_knows_states_and_nothing_of_the_group_that_it_shows():
     """`View` is a protocol's: the group draws on one that it has been given."""
     below = {"group", "host", "nodes", "capture", "rank"}
-    known = [each for each in OURS if layer_of(each.importer) == "view"]
+    known = [each for each in ours() if layer_of(each.importer) == "view"]
     assert [str(each) for each in known if layer_of(each.imported) in below] == []
 
 
 def test_the_front_door_imports_upper_layers_only_when_they_are_used():
     eager = [
         str(each)
-        for each in OURS
+        for each in ours()
         if each.importer == "nblaunch"
         and not (each.lazy or each.only_types)
         and layer_of(each.imported) != "data"
@@ -356,7 +375,7 @@ def test_one_module_decides_who_is_to_blame():
     elsewhere = []
     for path in MODULES:
         module = module_name(path)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module in {BLAME, BLAME.rpartition(".")[0]}:
                 names = {alias.name for alias in node.names}
                 allowed = DERIVED if layer_of(module) == "view" else names - {"explain"}
@@ -371,7 +390,7 @@ def test_no_list_of_options_is_kept_beside_the_table():
     options = {each.name for each in fields(LaunchOptions)}
     lists = {}
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict):
                 continue
             words = node.keys if isinstance(node, ast.Dict) else node.elts
@@ -393,7 +412,7 @@ def test_no_two_types_share_a_name():
     """A leading underscore makes no difference: a reader meets both in the same package."""
     places: dict[str, list[str]] = {}
     for path in MODULES:
-        for name in types_of(ast.parse(path.read_text())):
+        for name in types_of(tree_of(path)):
             places.setdefault(name.lstrip("_"), []).append(module_name(path))
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
@@ -423,7 +442,7 @@ def test_names_are_the_words_of_the_field():
     found = {
         f"{module_name(path)}: {name}"
         for path in MODULES
-        for name in names_given_by(ast.parse(path.read_text()))
+        for name in names_given_by(tree_of(path))
         if OTHER_WORDS & {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
     }
     assert found == set()
@@ -449,7 +468,7 @@ def test_no_function_is_too_long_to_read():
     functions = {
         f"{module_name(path)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: lines for name, lines in functions.items() if lines > MOST_LINES} == {}
@@ -511,7 +530,7 @@ def calls_of(path: Path, names: set[str]) -> list[str]:
     """Return where a module calls one of these functions by its bare name."""
     return [
         f"{module_name(path)}:{node.lineno} {node.func.id}"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
     ]
 
@@ -519,7 +538,7 @@ def calls_of(path: Path, names: set[str]) -> list[str]:
 def private_names_of(path: Path) -> set[str]:
     """Return the private names that a module takes from others than itself and the standard library."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
             owner, names = ast.unparse(node.value), [node.attr]
         elif isinstance(node, ast.ImportFrom):
@@ -534,18 +553,18 @@ def private_names_of(path: Path) -> set[str]:
 
 
 def test_the_kernel_imports_nothing_of_what_runs_in_a_rank():
-    outside = {each.importer for each in OURS if layer_of(each.importer) not in {"probes", "rank"}}
-    importers = {each.importer for each in OURS if each.imported.startswith("nblaunch.rank")}
+    outside = {each.importer for each in ours() if layer_of(each.importer) not in {"probes", "rank"}}
+    importers = {each.importer for each in ours() if each.imported.startswith("nblaunch.rank")}
     assert importers & outside == RANKS_DOORS
 
 
 def test_only_the_hub_the_listener_nodes_and_ranks_have_zmq_sockets():
-    importers = {each.importer for each in IMPORTS if each.imported.split(".")[0] == "zmq"}
+    importers = {each.importer for each in imports() if each.imported.split(".")[0] == "zmq"}
     assert importers == SOCKETS
 
 
 def test_torchs_private_names_are_used_only_where_the_reason_is_given():
-    users = {each.importer for each in IMPORTS if each.imported.split(".")[0] == "torch"}
+    users = {each.importer for each in imports() if each.imported.split(".")[0] == "torch"}
     private = {module_name(path): private_names_of(path) for path in MODULES}
     assert {name for name in users | set(TORCHS_PRIVATE) if private[name]} == set(TORCHS_PRIVATE)
 
@@ -562,21 +581,19 @@ def test_only_views_magics_and_command_lines_print_and_read():
 def test_the_protocol_the_root_cause_and_who_meets_need_no_clock_thread_or_file():
     """So each is a function of what it is given, and a test needs no process."""
     names = {module_name(path) for path in PURE}
-    imported = {str(each) for each in IMPORTS if each.importer in names and each.imported in WORLD}
+    imported = {str(each) for each in imports() if each.importer in names and each.imported in WORLD}
     opened = [call for path in PURE for call in calls_of(path, {"open", "print", "input"})]
     assert (imported, opened) == (set(), [])
 
 
 KERNEL = {
-    module_name(path): ast.parse(path.read_text())
-    for path in MODULES
-    if layer_of(module_name(path)) not in {"probes", "rank"}
+    module_name(path): path for path in MODULES if layer_of(module_name(path)) not in {"probes", "rank"}
 }
 """The modules that a kernel may load: those of `probes` and `rank` run in processes of their own."""
 
 
 def test_modules_keep_state_in_few_places_and_for_a_reason():
-    keeping = {module for module, tree in KERNEL.items() if set(state_of(tree))}
+    keeping = {module for module, path in KERNEL.items() if set(state_of(tree_of(path)))}
     assert keeping == STATE_OF_THE_KERNEL | OTHER_STATE.keys()
 
 
@@ -599,10 +616,11 @@ def test_no_module_changes_what_another_one_keeps():
     """But for the fork server's own process, which says so to the ranks that are its forks."""
     changing = {
         module
-        for module, tree in KERNEL.items()
-        for node in ast.walk(tree)
+        for module, path in KERNEL.items()
+        for names in [of_ours(tree_of(path))]
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
-        if isinstance(node.value, ast.Name) and node.value.id in of_ours(tree)
+        if isinstance(node.value, ast.Name) and node.value.id in names
     }
     assert changing == {"nblaunch.host.preload"}
 
@@ -664,8 +682,8 @@ def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
     """
     hooks = [
         (module, ast.unparse(node.func))
-        for module, tree in KERNEL.items()
-        for node in ast.walk(tree)
+        for module, path in KERNEL.items()
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"atexit.register", "os.register_at_fork"}
     ]
     assert sorted(hooks) == [
@@ -706,7 +724,7 @@ def test_a_module_imports_only_those_that_its_package_names_before_it(package):
     place = {f"nblaunch.{package}.{module}": at for at, module in enumerate(reading_order(package))}
     too_early = [
         str(each)
-        for each in OURS
+        for each in ours()
         if not each.only_types
         and each.importer in place
         and place.get(each.imported, -1) > place[each.importer]

@@ -12,88 +12,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.group import lifecycle as life
+from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Stage, Trigger, step
 from nblaunch.group.machine import LocateRanks, Order, RestartAsked, Send
 from nblaunch.group.recovery import REFORMED
-from nblaunch.protocol.messages import (
-    Aborted,
-    Arrived,
-    AttemptStarted,
-    EngineState,
-    EngineStatus,
-    Entered,
-    Exited,
-    FailureRecord,
-    Finishing,
-    FrameRecord,
-    FreeCollective,
-    FromRank,
-    Hello,
-    Interrupt,
-    InterruptSeen,
-    Leave,
-    Measured,
-    Noticed,
-    Payload,
-    Phase,
-    Preempt,
-    Preempted,
-    Preempting,
-    Prepare,
-    Proceed,
-    Raised,
-    Recover,
-    Recovered,
-    ReportReached,
-    ReportWhere,
-    Returned,
-    Started,
-    Tally,
-    ToRank,
-    Where,
-    encode,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, State, advance
 
 GRACE = 5.0
-PREPARE = Prepare(environ=(), cwd=b"/", path=())
+PREPARE = wire.Prepare(environ=(), cwd=b"/", path=())
 ON_GPUS = msgspec.structs.replace(PREPARE, device_type="cuda")
-WAITING = EngineStatus(engine="slurm", state=EngineState.WAITING, id="3", words="PENDING", wanted=2)
-GRANTED = msgspec.structs.replace(WAITING, state=EngineState.RUNNING, hosts=("a", "b"), joined=2)
+WAITING = wire.EngineStatus(engine="slurm", state=wire.EngineState.WAITING, id="3", words="PENDING", wanted=2)
+GRANTED = msgspec.structs.replace(WAITING, state=wire.EngineState.RUNNING, hosts=("a", "b"), joined=2)
 PEER_GONE = "Connection closed by peer [127.0.0.1]:1"
 GONE = "the ranks were started anew: all of their variables are gone"
 
 
-def hello(rank: int, *, attempt: int = 0) -> Hello:
-    return Hello(
+def hello(rank: int, *, attempt: int = 0) -> wire.Hello:
+    return wire.Hello(
         rank=rank, token="", attempt=attempt, local_rank=rank, world_size=2, node="here", pid=rank + 10
     )
 
 
-def ready(rank: int) -> Entered:
-    return Entered(rank=rank, phase=Phase.READY)
+def ready(rank: int) -> wire.Entered:
+    return wire.Entered(rank=rank, phase=wire.Phase.READY)
 
 
-def returned(rank: int, *, left_open: bool = False) -> Returned:
-    return Returned(rank=rank, value=Payload(()), time=1.0, open=left_open)
+def returned(rank: int, *, left_open: bool = False) -> wire.Returned:
+    return wire.Returned(rank=rank, value=wire.Payload(()), time=1.0, open=left_open)
 
 
-def raised(rank: int, kind: str = "builtins.ValueError", message: str = "") -> Raised:
-    return Raised(rank=rank, failure=FailureRecord(type=kind, message=message))
+def raised(rank: int, kind: str = "builtins.ValueError", message: str = "") -> wire.Raised:
+    return wire.Raised(rank=rank, failure=wire.FailureRecord(type=kind, message=message))
 
 
-def where(rank: int, *, inside: bool = False, busy: bool = False) -> Where:
+def where(rank: int, *, inside: bool = False, busy: bool = False) -> wire.Where:
     pending = 1 if inside else 0
-    frames = (FrameRecord(filename="cell", line=1, function="", source=""),) if busy else ()
-    return Where(rank=rank, frames=frames, pending=pending, inside=inside)
+    frames = (wire.FrameRecord(filename="cell", line=1, function="", source=""),) if busy else ()
+    return wire.Where(rank=rank, frames=frames, pending=pending, inside=inside)
 
 
-def exited(rank: int, exitcode: int = -9, *, expected: bool = False) -> Exited:
-    return Exited(rank=rank, exitcode=exitcode, time=1.0, expected=expected)
+def exited(rank: int, exitcode: int = -9, *, expected: bool = False) -> wire.Exited:
+    return wire.Exited(rank=rank, exitcode=exitcode, time=1.0, expected=expected)
 
 
-def attempt(number: int, size: int = 2) -> AttemptStarted:
-    return AttemptStarted(number=number, world_size=size, time=1.0, reason="failure" if number else "started")
+def attempt(number: int, size: int = 2) -> wire.AttemptStarted:
+    return wire.AttemptStarted(
+        number=number, world_size=size, time=1.0, reason="failure" if number else "started"
+    )
 
 
 class Group:
@@ -152,7 +118,7 @@ class Group:
 
     # --- shorthands ------------------------------------------------------------------------------
 
-    def submit(self, prepare: Prepare = PREPARE, *, internal: bool = False) -> list[Action]:
+    def submit(self, prepare: wire.Prepare = PREPARE, *, internal: bool = False) -> list[Action]:
         return self.feed(life.JobSubmitted(prepare, GRACE, JobState(RunState.fresh(self.size), internal)))
 
     def fork(self, number: int = 0) -> list[Action]:
@@ -160,20 +126,20 @@ class Group:
         starting = attempt(number, self.size)
         return self.feed(life.AttemptStarting(starting), life.WorkersForked(starting, ranks))
 
-    def start(self, number: int = 0, *, given: bool = True, prepare: Prepare = PREPARE) -> Group:
+    def start(self, number: int = 0, *, given: bool = True, prepare: wire.Prepare = PREPARE) -> Group:
         """Let all ranks come into being, with a job."""
         if given:
             self.submit(prepare)
         self.fork(number)
         self.feed(*map(hello, range(self.size)), *map(ready, range(self.size)))
         if given:
-            self.feed(*(Started(rank=rank, time=1.0) for rank in range(self.size)))
+            self.feed(*(wire.Started(rank=rank, time=1.0) for rank in range(self.size)))
         return self
 
     def interrupt(self) -> list[Action]:
         """Let the user interrupt the job; ranks that are asked where they are say so."""
         actions = self.feed(Trigger.INTERRUPT)
-        return actions + self.feed(*map(where, sent(actions, ReportWhere)))
+        return actions + self.feed(*map(where, sent(actions, wire.ReportWhere)))
 
     def states(self) -> list[State]:
         assert self.state.job is not None
@@ -186,7 +152,7 @@ class Group:
         return self.state.job.run.notices if self.state.job is not None else ()
 
 
-def sent(actions: list[Action], kind: type[ToRank]) -> list[int]:
+def sent(actions: list[Action], kind: type[wire.ToRank]) -> list[int]:
     return [each.rank for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
 
 
@@ -201,7 +167,7 @@ def finished(actions: list[Action]) -> bool:
 def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_into_being(seed):
     group = Group()
     group.feed(life.AttemptStarting(attempt(0)))
-    said: list[GroupEvent | FromRank] = [
+    said: list[GroupEvent | wire.FromRank] = [
         *(each for rank in range(2) for each in (hello(rank), ready(rank))),
         life.WorkersForked(attempt(0), frozenset({0, 1})),
         life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2))),
@@ -209,7 +175,7 @@ def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_int
     random.Random(seed).shuffle(said)
     actions = group.feed(*said)
     assert [each.rank for each in actions if isinstance(each, life.SendJob)] == [0, 1]
-    assert set(sent(actions, Prepare)) == {0, 1}
+    assert set(sent(actions, wire.Prepare)) == {0, 1}
     assert group.stage() is Stage.RUNNING
 
 
@@ -278,7 +244,7 @@ def test_what_an_engine_says_is_the_jobs_and_that_of_each_later_one():
     assert group.state.at_work.where == "waiting for slurm: job 3 PENDING, 0 of 2 nodes here"
     group.feed(GRANTED)
     group.start(given=False)
-    group.feed(Started(rank=0, time=1.0), Started(rank=1, time=1.0), returned(0), returned(1))
+    group.feed(wire.Started(rank=0, time=1.0), wire.Started(rank=1, time=1.0), returned(0), returned(1))
     group.submit()
     assert group.state.engine == group.state.at_work.engine == GRANTED
 
@@ -293,7 +259,7 @@ def test_names_of_hosts_travel_once_however_many_nodes_arrive():
         group.state, actions = step(group.state, said, group.now)
         for each in actions:
             if isinstance(each, life.Publish):
-                size += len(encode(each.message))
+                size += len(wire.encode(each.message))
                 told = advance(told, each.message)
     print(f"{count} nodes arrive: a client is sent {size / 1e6:.2f} MB")
     assert size < 1_000_000
@@ -314,7 +280,7 @@ def test_ranks_get_the_backend_that_all_nodes_have():
     group.feed(life.PrepareChanged("cpu:gloo,cuda:nccl", "cuda"))
     group.fork()
     (order,) = [each for each in group.feed(hello(0)) if isinstance(each, Send)]
-    assert isinstance(order.message, Prepare)
+    assert isinstance(order.message, wire.Prepare)
     assert (order.message.backend, order.message.device_type) == ("cpu:gloo,cuda:nccl", "cuda")
 
 
@@ -337,7 +303,7 @@ def test_a_fresh_group_is_released_with_its_values_and_its_job_ends_at_once():
     assert not finished(group.feed(returned(0)))
     actions = group.feed(returned(1))
     assert life.ReleaseWorkers(succeeded=True, others=frozenset()) in actions
-    assert sent(actions, Leave) == [0, 1]
+    assert sent(actions, wire.Leave) == [0, 1]
     assert finished(actions)
     assert group.stage() is Stage.LEAVING
 
@@ -349,7 +315,7 @@ def test_after_a_failure_the_others_have_a_moment_to_say_what_happened_to_them()
     group.feed(raised(0))
     actions = group.after(0.06)
     assert actions == [life.ReleaseWorkers(succeeded=False, others=frozenset({2}))]
-    assert sent(group.feed(life.RanksStopped(frozenset(range(3)))), Leave) == [0, 1], (
+    assert sent(group.feed(life.RanksStopped(frozenset(range(3)))), wire.Leave) == [0, 1], (
         "only once nobody is at work"
     )
     assert finished(group.feed(Trigger.AGENT_ENDED))
@@ -360,7 +326,7 @@ def test_a_rank_that_has_failed_is_waited_for_as_long_as_it_works_or_until_an_in
     group = Group().start()
     group.feed(raised(0))
     group.after(0.2)
-    group.feed(life.RanksStopped(frozenset(range(3))), Finishing(rank=0, what="thread save"))
+    group.feed(life.RanksStopped(frozenset(range(3))), wire.Finishing(rank=0, what="thread save"))
     assert not finished(group.after(100))
     assert Order.STOP_AGENT in group.interrupt()
     assert finished(group.feed(Trigger.AGENT_ENDED))
@@ -393,7 +359,7 @@ def test_a_restart_is_not_begun_after_an_interrupt():
 def test_a_collective_that_is_left_open_is_looked_at_before_the_ranks_leave():
     group = Group().start(prepare=ON_GPUS)
     group.feed(returned(0, left_open=True))
-    assert sent(group.feed(returned(1)), ReportWhere) == [0, 1]
+    assert sent(group.feed(returned(1)), wire.ReportWhere) == [0, 1]
     assert not finished(group.feed(where(0)))
     assert finished(group.feed(where(1)))
 
@@ -409,28 +375,28 @@ def test_a_rank_that_exits_badly_after_its_value_was_here_is_a_warning():
     group = Group().start()
     group.feed(returned(0), returned(1))
     assert group.feed(exited(0, 3)) == [
-        Noticed(text="rank 0 ended with exit code 3 after its value was here")
+        wire.Noticed(text="rank 0 ended with exit code 3 after its value was here")
     ]
 
 
 def test_a_payload_is_kept_once_it_is_whole_on_every_rank():
     group = Group(persistent=True).start()
-    assert group.feed(Arrived(rank=0)) == []
-    actions = group.feed(Arrived(rank=1))
-    assert actions == [Order.KEEP_PAYLOAD, Send(0, Proceed()), Send(1, Proceed())]
-    assert group.feed(Arrived(rank=1)) == []
+    assert group.feed(wire.Arrived(rank=0)) == []
+    actions = group.feed(wire.Arrived(rank=1))
+    assert actions == [Order.KEEP_PAYLOAD, Send(0, wire.Proceed()), Send(1, wire.Proceed())]
+    assert group.feed(wire.Arrived(rank=1)) == []
 
 
 def test_a_payload_that_one_rank_cannot_load_is_kept_on_none():
     group = Group(persistent=True).start()
-    group.feed(Arrived(rank=0), raised(1))
-    assert group.feed(Arrived(rank=1)) == []
+    group.feed(wire.Arrived(rank=0), raised(1))
+    assert group.feed(wire.Arrived(rank=1)) == []
 
 
 def test_how_far_ranks_are_is_asked_of_those_at_work():
     group = Group().start()
     group.feed(returned(0))
-    assert sent(group.feed(Measured(usages={})), ReportReached) == [1]
+    assert sent(group.feed(wire.Measured(usages={})), wire.ReportReached) == [1]
 
 
 # --- interrupts ------------------------------------------------------------------------------------
@@ -463,7 +429,7 @@ def test_a_second_interrupt_skips_the_grace_period():
         group.interrupt()
     assert fresh.interrupt() == [Order.SKIP_GRACE, Order.STOP_AGENT]
     asked = kept.feed(Trigger.INTERRUPT)
-    assert sent(asked, ReportWhere) == [0, 1], "imports are only broken off"
+    assert sent(asked, wire.ReportWhere) == [0, 1], "imports are only broken off"
     assert kept.feed(where(0), where(1)) == [Order.SKIP_GRACE, Order.RESTART_AGENT]
     assert kept.stage() is Stage.REPLACING
     assert finished(kept.feed(life.AttemptStarting(attempt(1))))
@@ -473,15 +439,15 @@ def test_a_second_interrupt_skips_the_grace_period():
 def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
     group = Group(persistent=True).start()
     group.interrupt()
-    group.feed(raised(0, "builtins.KeyboardInterrupt"), InterruptSeen(rank=1, number=1))
-    assert sent(group.after(GRACE - 0.1), Interrupt) == []
+    group.feed(raised(0, "builtins.KeyboardInterrupt"), wire.InterruptSeen(rank=1, number=1))
+    assert sent(group.after(GRACE - 0.1), wire.Interrupt) == []
     (last,) = [
         each.message
         for each in group.after(0.2)
-        if isinstance(each, Send) and isinstance(each.message, Interrupt)
+        if isinstance(each, Send) and isinstance(each.message, wire.Interrupt)
     ]
     assert last.last
-    group.feed(InterruptSeen(rank=1, number=last.number))
+    group.feed(wire.InterruptSeen(rank=1, number=last.number))
     assert Order.RESTART_AGENT not in group.after(1.9)
     assert Order.RESTART_AGENT in group.after(0.2)
     assert group.notices() == ("rank 1 went on after two interrupts, --grace 5 s apart",)
@@ -493,7 +459,7 @@ def test_a_rank_in_c_code_is_waited_for():
     actions = group.after(100)
     assert set(group.state.interruption.waited_for) == {0, 1}
     assert not [each for each in actions if not isinstance(each, Send | life.ReadStacks)]
-    assert sent(actions, Interrupt) == []
+    assert sent(actions, wire.Interrupt) == []
 
 
 # --- recovery --------------------------------------------------------------------------------------
@@ -502,11 +468,14 @@ def test_a_rank_in_c_code_is_waited_for():
 def interrupted_peer(group: Group) -> None:
     """Let rank 1 fail while rank 0 waits in a collective, until that is freed."""
     group.feed(raised(1))
-    assert sent(group.after(0.2), Interrupt) == [0]
-    assert sent(group.after(0.3), ReportWhere) == [0, 1]
+    assert sent(group.after(0.2), wire.Interrupt) == [0]
+    assert sent(group.after(0.3), wire.ReportWhere) == [0, 1]
     actions = group.feed(where(0, inside=True), where(1))
-    assert sent(actions, FreeCollective) == [0]
-    assert sent(group.feed(raised(0, "torch.distributed.DistBackendError", PEER_GONE)), ReportWhere) == [0, 1]
+    assert sent(actions, wire.FreeCollective) == [0]
+    assert sent(group.feed(raised(0, "torch.distributed.DistBackendError", PEER_GONE)), wire.ReportWhere) == [
+        0,
+        1,
+    ]
     assert group.stage() is Stage.RECOVERING
 
 
@@ -514,10 +483,10 @@ def test_one_rank_raises_while_another_sits_in_all_reduce():
     group = Group(persistent=True).start()
     interrupted_peer(group)
     group.feed(where(0), where(1))
-    assert sent(group.after(0.1), Recover) == [0, 1]
-    group.feed(Recovered(rank=1, number=0))
-    assert not finished(group.feed(Recovered(rank=0, number=1))), "rank 1 answered an earlier order"
-    assert finished(group.feed(Recovered(rank=1, number=1)))
+    assert sent(group.after(0.1), wire.Recover) == [0, 1]
+    group.feed(wire.Recovered(rank=1, number=0))
+    assert not finished(group.feed(wire.Recovered(rank=0, number=1))), "rank 1 answered an earlier order"
+    assert finished(group.feed(wire.Recovered(rank=1, number=1)))
     assert group.states() == [State.STOPPED, State.FAILED]
     assert group.notices() == (REFORMED,)
     assert group.stage() is Stage.READY
@@ -527,13 +496,13 @@ def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again():
     group = Group(persistent=True).start()
     group.feed(raised(0), raised(1), where(0), where(1))
     recover = [each.message for each in group.after(0.1) if isinstance(each, Send)]
-    assert [each.reform for each in recover if isinstance(each, Recover)] == [False, False]
-    assert finished(group.feed(Recovered(rank=0, number=1), Recovered(rank=1, number=1)))
+    assert [each.reform for each in recover if isinstance(each, wire.Recover)] == [False, False]
+    assert finished(group.feed(wire.Recovered(rank=0, number=1), wire.Recovered(rank=1, number=1)))
     assert group.notices() == ()
 
 
-def called(number: int, recorded: int | None = None) -> Tally:
-    return Tally("0", "default_pg", "nccl2", (0, 1), number, recorded)
+def called(number: int, recorded: int | None = None) -> wire.Tally:
+    return wire.Tally("0", "default_pg", "nccl2", (0, 1), number, recorded)
 
 
 def unlike(*, recorded: tuple[int, int]) -> Group:
@@ -555,8 +524,8 @@ def unlike(*, recorded: tuple[int, int]) -> Group:
 def test_a_job_that_succeeded_with_unlike_collectives_ends_once_the_group_is_formed_again():
     group = unlike(recorded=(2, 1))
     actions = group.after(0.1)
-    assert [each.reform for each in messages(actions, Recover)] == [True, True]
-    assert finished(group.feed(Recovered(rank=0, number=1), Recovered(rank=1, number=1)))
+    assert [each.reform for each in messages(actions, wire.Recover)] == [True, True]
+    assert finished(group.feed(wire.Recovered(rank=0, number=1), wire.Recovered(rank=1, number=1)))
     assert group.states() == [State.SUCCEEDED] * 2
     assert group.notices() == (
         "collectives do not match: in the default group (nccl2) rank 0 at #2, rank 1 at #1",
@@ -567,8 +536,8 @@ def test_a_job_that_succeeded_with_unlike_collectives_ends_once_the_group_is_for
 def test_unlike_numbers_cost_nothing_where_the_recorders_show_the_same_collectives():
     """gloo counts sends and receives."""
     group = unlike(recorded=(1, 1))
-    assert [each.reform for each in messages(group.after(0.1), Recover)] == [False, False]
-    assert finished(group.feed(Recovered(rank=0, number=1), Recovered(rank=1, number=1)))
+    assert [each.reform for each in messages(group.after(0.1), wire.Recover)] == [False, False]
+    assert finished(group.feed(wire.Recovered(rank=0, number=1), wire.Recovered(rank=1, number=1)))
     assert (group.states(), group.notices()) == ([State.SUCCEEDED] * 2, ())
 
 
@@ -577,7 +546,7 @@ def test_like_numbers_after_success_ask_the_ranks_for_nothing():
     even = [msgspec.structs.replace(returned(rank), tallies=(called(2),)) for rank in (0, 1)]
     actions = group.feed(*even)
     assert finished(actions)
-    assert sent(actions, ReportWhere) == []
+    assert sent(actions, wire.ReportWhere) == []
 
 
 def test_a_group_that_cannot_be_formed_again_is_replaced_at_once():
@@ -585,8 +554,8 @@ def test_a_group_that_cannot_be_formed_again_is_replaced_at_once():
     interrupted_peer(group)
     group.feed(where(0), where(1))
     group.after(0.1)
-    assert Order.RESTART_AGENT in group.feed(Recovered(rank=1, number=1, error="no route"))
-    assert not finished(group.feed(Recovered(rank=0, number=1))), "these ranks are being ended"
+    assert Order.RESTART_AGENT in group.feed(wire.Recovered(rank=1, number=1, error="no route"))
+    assert not finished(group.feed(wire.Recovered(rank=0, number=1))), "these ranks are being ended"
     assert finished(group.feed(life.AttemptStarting(attempt(1))))
     assert group.notices() == ("the process group could not be formed again on rank 1: no route", GONE)
 
@@ -596,9 +565,9 @@ def test_ranks_that_do_not_get_ready_are_replaced_once_they_are_seen_to_do_nothi
     group.feed(raised(0), raised(1), where(0), where(1))
     group.after(0.1)
     assert group.after(GRACE - 1) == []
-    group.feed(Recovered(rank=0, number=1))
+    group.feed(wire.Recovered(rank=0, number=1))
     assert group.after(GRACE - 0.1) == [], "a busy machine is slow, not broken"
-    assert sent(group.after(0.2), ReportWhere) == [1]
+    assert sent(group.after(0.2), wire.ReportWhere) == [1]
     group.feed(where(1))
     actions = group.after(2 * GRACE)
     assert Order.RESTART_AGENT in actions
@@ -614,7 +583,7 @@ def test_ranks_that_are_seen_to_be_at_it_have_a_minute():
     began, actions = group.now, list[Action]()
     while Order.RESTART_AGENT not in actions and group.now < began + 200:
         actions = group.after(0.5)
-        for rank in sent(actions, ReportWhere):
+        for rank in sent(actions, wire.ReportWhere):
             group.feed(where(rank, busy=True))
     assert began + 60 <= group.now <= began + 75
 
@@ -656,7 +625,7 @@ def test_a_death_between_two_jobs_is_shown_with_the_next_that_the_user_sees():
 
 def test_notes_that_the_user_knows_are_not_shown():
     group = Group(persistent=True)
-    group.feed(Noticed(text="known"), Trigger.FORGET_NOTES, Noticed(text="news"))
+    group.feed(wire.Noticed(text="known"), Trigger.FORGET_NOTES, wire.Noticed(text="news"))
     group.submit()
     assert group.notices() == ("news",)
 
@@ -688,6 +657,17 @@ def test_a_node_that_leaves_is_missed_only_if_the_others_are_too_few(enough):
     assert group.states()[1] is (State.STOPPED if enough else State.FAILED)
 
 
+def test_a_node_that_ends_with_a_run_that_has_timed_out_is_not_missed():
+    group = Group()
+    limits = Ending.begin(1.0, None, group.now)
+    group.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2), ending=limits)))
+    group.start(given=False)
+    assert sent(group.after(1.1), wire.ReportWhere) == [0, 1]
+    assert Order.STOP_AGENT in group.feed(where(0), where(1))
+    assert group.feed(life.NodeLeaving("b", asked=False, enough=True, ranks=frozenset({1}))) == []
+    assert (group.stage(), group.notices()) == (Stage.RUNNING, ())
+
+
 # --- kept ranks whose nodes are lost, or come ------------------------------------------------------
 
 
@@ -697,7 +677,7 @@ def loses(group: Group, *ranks: int) -> list[Action]:
     return group.feed(life.NodeLeaving("hB", asked=False, enough=True, ranks=frozenset(ranks)), *exits)
 
 
-def messages(actions: list[Action], kind: type[ToRank]) -> list[Any]:
+def messages(actions: list[Action], kind: type[wire.ToRank]) -> list[Any]:
     return [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
 
 
@@ -713,7 +693,7 @@ def joins(group: Group, *ranks: int, number: int = 1) -> list[Action]:
     actions += group.feed(*map(where, ranks)) + group.after(0.1)
     made = group.state.recovery.number
     for rank in ranks:
-        actions += group.feed(ready(rank), Recovered(rank=rank, number=made))
+        actions += group.feed(ready(rank), wire.Recovered(rank=rank, number=made))
     return actions
 
 
@@ -731,8 +711,8 @@ def test_idle_ranks_go_on_at_once_without_those_that_are_lost():
     assert group.after(1) == []
     assert goes_on(group, {0: 1}, 1) == []
     actions = joins(group, 0)
-    assert sent(actions, Prepare) == []
-    (order,) = messages(actions, Recover)
+    assert sent(actions, wire.Prepare) == []
+    (order,) = messages(actions, wire.Recover)
     assert order.reform
     assert group.stage() is Stage.READY
     group.size = 1
@@ -749,13 +729,13 @@ def test_a_job_fails_with_the_ranks_that_are_lost_and_the_others_end_it_first():
     group.feed(returned(0))
     assert loses(group, 2) == []
     actions = group.after(0.3)
-    assert sent(actions, Interrupt) == [1]
-    assert sent(actions, ReportWhere) == [], "nobody asks a rank that is lost"
+    assert sent(actions, wire.Interrupt) == [1]
+    assert sent(actions, wire.ReportWhere) == [], "nobody asks a rank that is lost"
     actions = group.feed(raised(1, "builtins.KeyboardInterrupt"))
     assert not finished(actions)
     actions = group.feed(where(0), where(1)) + group.after(0.1)
-    assert [each.reform for each in messages(actions, Recover)] == [False, False]
-    actions = group.feed(*(Recovered(rank=rank, number=1) for rank in (0, 1)))
+    assert [each.reform for each in messages(actions, wire.Recover)] == [False, False]
+    actions = group.feed(*(wire.Recovered(rank=rank, number=1) for rank in (0, 1)))
     assert actions == [Order.FINISH_JOB, Order.REGROUP_NODES]
     assert group.states() == [State.SUCCEEDED, State.STOPPED, State.FAILED]
     goes_on(group, {0: 0, 1: 1}, 2)
@@ -767,13 +747,13 @@ def test_ranks_that_wait_for_lost_ones_to_form_a_group_are_freed_first():
     group = Group(3, persistent=True).start()
     group.feed(*(raised(rank) for rank in range(3)))
     group.feed(where(0, inside=True), where(1), where(2))
-    assert [each.reform for each in messages(group.after(0.1), Recover)] == [True] * 3
-    assert sent(loses(group, 2), ReportWhere) == [0, 1]
+    assert [each.reform for each in messages(group.after(0.1), wire.Recover)] == [True] * 3
+    assert sent(loses(group, 2), wire.ReportWhere) == [0, 1]
     actions = group.feed(where(0, inside=True), where(1)) + group.after(0.1)
-    assert sent(actions, FreeCollective) == [0, 1]
-    assert [each.reform for each in messages(actions, Recover)] == [False, False]
-    group.feed(Recovered(rank=0, number=1, error="cut"), Recovered(rank=0, number=2))
-    assert group.feed(Recovered(rank=1, number=2)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
+    assert sent(actions, wire.FreeCollective) == [0, 1]
+    assert [each.reform for each in messages(actions, wire.Recover)] == [False, False]
+    group.feed(wire.Recovered(rank=0, number=1, error="cut"), wire.Recovered(rank=0, number=2))
+    assert group.feed(wire.Recovered(rank=1, number=2)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
     goes_on(group, {0: 0, 1: 1}, 2)
     joins(group, 0, 1)
     assert group.stage() is Stage.READY
@@ -830,9 +810,9 @@ def test_ranks_of_a_node_that_comes_form_a_group_with_those_that_are_there():
     starting = attempt(1, 3)
     group.feed(life.WorkersForked(starting, frozenset({2}), remote=True))
     actions = joins(group, 0, 1, 2)
-    prepared = [each for each in actions if isinstance(each, Send) and isinstance(each.message, Prepare)]
+    prepared = [each for each in actions if isinstance(each, Send) and isinstance(each.message, wire.Prepare)]
     assert prepared == [Send(2, msgspec.structs.replace(PREPARE, joins=True))]
-    assert sent(actions, Recover) == [0, 1, 2]
+    assert sent(actions, wire.Recover) == [0, 1, 2]
     assert group.stage() is Stage.READY
     group.size = 3
     group.submit()
@@ -892,19 +872,19 @@ INTERRUPTED = "builtins.KeyboardInterrupt"
 def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(persistent):
     group = Group(persistent=persistent).start()
     actions = group.feed(NEAR)
-    assert [sent(actions, Preempt), sent(actions, Interrupt)] == [[0, 1], [0, 1]]
+    assert [sent(actions, wire.Preempt), sent(actions, wire.Interrupt)] == [[0, 1], [0, 1]]
     order = [type(each.message) for each in actions if isinstance(each, Send) and each.rank == 0]
-    assert order == [Preempt, Interrupt], "an interrupt alone would end the job without saving"
-    group.feed(Preempting(rank=0), raised(0, INTERRUPTED), Preempted(rank=0))
-    group.feed(Preempting(rank=1), InterruptSeen(rank=1, number=1))
-    assert sent(group.after(10 * GRACE), Interrupt) == [], "who saves takes the time that there is"
+    assert order == [wire.Preempt, wire.Interrupt], "an interrupt alone would end the job without saving"
+    group.feed(wire.Preempting(rank=0), raised(0, INTERRUPTED), wire.Preempted(rank=0))
+    group.feed(wire.Preempting(rank=1), wire.InterruptSeen(rank=1, number=1))
+    assert sent(group.after(10 * GRACE), wire.Interrupt) == [], "who saves takes the time that there is"
     assert group.states() == [State.STOPPED, State.RUNNING]
-    actions = group.feed(Preempted(rank=1), raised(1, INTERRUPTED))
+    actions = group.feed(wire.Preempted(rank=1), raised(1, INTERRUPTED))
     assert group.states() == [State.STOPPED, State.STOPPED]
     if persistent:
         actions = group.feed(where(0), where(1), Trigger.TICK)
-        group.feed(Recovered(rank=0, number=1))
-        assert finished(group.feed(Recovered(rank=1, number=1)))
+        group.feed(wire.Recovered(rank=0, number=1))
+        assert finished(group.feed(wire.Recovered(rank=1, number=1)))
     else:
         assert Order.STOP_AGENT in actions, "also: no restart"
         assert finished(group.feed(Trigger.AGENT_ENDED))
@@ -916,7 +896,7 @@ def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(persistent)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_what_has_failed_first_is_no_reason_to_end_those_that_save(persistent):
     group = Group(persistent=persistent).start()
-    group.feed(NEAR, Preempted(rank=0), raised(0, "builtins.RuntimeError"), Preempting(rank=1))
+    group.feed(NEAR, wire.Preempted(rank=0), raised(0, "builtins.RuntimeError"), wire.Preempting(rank=1))
     assert group.after(2 * GRACE) == []
     assert group.stage() is Stage.INTERRUPTED
 
@@ -924,19 +904,19 @@ def test_what_has_failed_first_is_no_reason_to_end_those_that_save(persistent):
 def test_a_job_waits_until_ranks_without_a_part_in_it_have_saved():
     group = Group(persistent=True).start(given=False)
     group.feed(
-        life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))), Started(rank=0, time=1.0)
+        life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))), wire.Started(rank=0, time=1.0)
     )
-    group.feed(NEAR, Preempted(rank=0), raised(0, INTERRUPTED))
+    group.feed(NEAR, wire.Preempted(rank=0), raised(0, INTERRUPTED))
     assert group.stage() is Stage.INTERRUPTED
-    group.feed(Preempted(rank=1))
+    group.feed(wire.Preempted(rank=1))
     assert group.stage() is Stage.RECOVERING
 
 
 def test_values_that_come_all_the_same_are_a_success():
     group = Group().start()
-    group.feed(NEAR, returned(0), returned(1), Preempted(rank=0))
+    group.feed(NEAR, returned(0), returned(1), wire.Preempted(rank=0))
     assert group.stage() is Stage.INTERRUPTED, "a rank whose value is here may save, too"
-    assert Order.STOP_AGENT in group.feed(Preempted(rank=1))
+    assert Order.STOP_AGENT in group.feed(wire.Preempted(rank=1))
     assert finished(group.feed(Trigger.AGENT_ENDED))
     assert group.state.job is not None
     assert group.state.job.run.summary is State.SUCCEEDED
@@ -957,7 +937,7 @@ def test_a_rank_of_a_node_that_sigterm_has_ended_waits_for_the_notice_for_a_mome
     group.feed(exited(1, -15))
     group.after(late)
     assert group.states() == [State.RUNNING, State.RUNNING if preempted else State.FAILED]
-    group.feed(NEAR, Preempted(rank=0), raised(0, INTERRUPTED))
+    group.feed(NEAR, wire.Preempted(rank=0), raised(0, INTERRUPTED))
     group.after(3.0)
     assert group.state.job is not None
     assert bool(group.state.job.run.preempted) is preempted
@@ -966,15 +946,15 @@ def test_a_rank_of_a_node_that_sigterm_has_ended_waits_for_the_notice_for_a_mome
 
 def test_a_job_that_is_given_after_the_notice_runs_in_the_time_that_is_left():
     group = Group(persistent=True).start(given=False)
-    assert sent(group.feed(NEAR), Preempt) == [0, 1]
+    assert sent(group.feed(NEAR), wire.Preempt) == [0, 1]
     group.submit()
-    group.feed(Preempted(rank=0), Preempted(rank=1), returned(0))
+    group.feed(wire.Preempted(rank=0), wire.Preempted(rank=1), returned(0))
     assert finished(group.feed(returned(1)))
 
 
 def test_ranks_that_go_with_their_nodes_while_they_save_have_not_failed():
     group = Group().start()
-    group.feed(NEAR, Preempting(rank=0))
+    group.feed(NEAR, wire.Preempting(rank=0))
     group.feed(exited(0), exited(1))
     group.after(0.1)
     assert group.states() == [State.STOPPED, State.STOPPED]
@@ -990,8 +970,8 @@ def test_nodes_that_were_taken_back_without_a_notice_preempt_the_job():
 def test_a_rank_that_goes_on_is_interrupted_once_more():
     """It cannot save before its job has ended."""
     group = Group().start()
-    group.feed(NEAR, InterruptSeen(rank=0, number=1), Preempting(rank=1))
-    assert sent(group.after(GRACE + 0.1), Interrupt) == [0]
+    group.feed(NEAR, wire.InterruptSeen(rank=0, number=1), wire.Preempting(rank=1))
+    assert sent(group.after(GRACE + 0.1), wire.Interrupt) == [0]
     assert Order.RESTART_AGENT not in group.after(2 * GRACE)
 
 
@@ -999,10 +979,10 @@ def test_a_rank_that_goes_on_is_interrupted_once_more():
 
 RANKS = st.integers(0, 2)
 """One more than there are."""
-SAID: list[Callable[[int], FromRank]] = [
+SAID: list[Callable[[int], wire.FromRank]] = [
     hello,
     ready,
-    lambda rank: Started(rank=rank, time=1.0),
+    lambda rank: wire.Started(rank=rank, time=1.0),
     returned,
     lambda rank: returned(rank, left_open=True),
     raised,
@@ -1010,13 +990,13 @@ SAID: list[Callable[[int], FromRank]] = [
     where,
     lambda rank: where(rank, inside=True),
     lambda rank: where(rank, busy=True),
-    lambda rank: Arrived(rank=rank),
-    lambda rank: Aborted(rank=rank),
-    lambda rank: InterruptSeen(rank=rank, number=1),
-    lambda rank: Preempting(rank=rank),
-    lambda rank: Preempted(rank=rank),
-    lambda rank: Recovered(rank=rank, number=1),
-    lambda rank: Recovered(rank=rank, number=1, error="broken"),
+    lambda rank: wire.Arrived(rank=rank),
+    lambda rank: wire.Aborted(rank=rank),
+    lambda rank: wire.InterruptSeen(rank=rank, number=1),
+    lambda rank: wire.Preempting(rank=rank),
+    lambda rank: wire.Preempted(rank=rank),
+    lambda rank: wire.Recovered(rank=rank, number=1),
+    lambda rank: wire.Recovered(rank=rank, number=1, error="broken"),
 ]
 EVENTS = st.one_of(
     st.builds(lambda say, rank: say(rank), st.sampled_from(SAID), RANKS),
@@ -1049,14 +1029,14 @@ EVENTS = st.one_of(
             life.RanksStopped(frozenset({0})),
             Trigger.MEMBERSHIP_CHANGING,
             Trigger.HUB_LOST,
-            Noticed(text="a notice"),
-            Measured(usages={}),
+            wire.Noticed(text="a notice"),
+            wire.Measured(usages={}),
             WAITING,
             GRANTED,
             life.PrepareChanged("nccl", "cuda"),
             life.Preemption("the limit is near", 120.0),
             life.Preemption("the nodes are gone", None),
-            Noticed(text="a note"),
+            wire.Noticed(text="a note"),
             Trigger.FORGET_NOTES,
             Trigger.INTERRUPT,
             Trigger.INTERRUPT_SPARING,
@@ -1098,7 +1078,7 @@ class World:
     def __init__(self, group: Group, chance: random.Random) -> None:
         self.group, self.chance = group, chance
         self.attempt = 0
-        self.coming: list[GroupEvent | FromRank] = []
+        self.coming: list[GroupEvent | wire.FromRank] = []
         self.sitting: set[int] = set()
         self.gone: set[int] = set()
         self.ending = False
@@ -1142,8 +1122,8 @@ class World:
 
     def work(self, rank: int) -> None:
         """Do a job: return, raise, or sit in a collective until that is freed."""
-        self.coming.append(Started(rank=rank, time=1.0))
-        self.coming.append(Arrived(rank=rank))
+        self.coming.append(wire.Started(rank=rank, time=1.0))
+        self.coming.append(wire.Arrived(rank=rank))
         what = self.chance.choice(["return", "return", "raise", "sit", "loop"])
         if what == "sit":
             self.sitting.add(rank)
@@ -1153,7 +1133,7 @@ class World:
                 msgspec.structs.replace(returned(rank) if what == "return" else raised(rank), tallies=tallies)
             )
 
-    def told(self, rank: int, message: ToRank) -> None:
+    def told(self, rank: int, message: wire.ToRank) -> None:
         if rank in self.gone or self.group.state.closed:
             return
         if self.mishap():
@@ -1161,20 +1141,20 @@ class World:
                 self.die(rank)
             return
         match message:
-            case Prepare():
+            case wire.Prepare():
                 self.coming.append(ready(rank))
-            case ReportWhere():
+            case wire.ReportWhere():
                 self.coming.append(where(rank, inside=rank in self.sitting))
-            case Interrupt(number=number) if rank not in self.sitting:
-                self.coming.append(InterruptSeen(rank=rank, number=number))
+            case wire.Interrupt(number=number) if rank not in self.sitting:
+                self.coming.append(wire.InterruptSeen(rank=rank, number=number))
                 self.coming.append(raised(rank, "builtins.KeyboardInterrupt"))
-            case FreeCollective():
+            case wire.FreeCollective():
                 self.sitting.discard(rank)
                 self.coming.append(raised(rank, "torch.distributed.DistBackendError", PEER_GONE))
-            case Recover(number=number):
-                self.coming.append(Recovered(rank=rank, number=number))
-            case Preempt():
-                self.coming += [Preempting(rank=rank), Preempted(rank=rank)]
+            case wire.Recover(number=number):
+                self.coming.append(wire.Recovered(rank=rank, number=number))
+            case wire.Preempt():
+                self.coming += [wire.Preempting(rank=rank), wire.Preempted(rank=rank)]
             case _:
                 pass
 
@@ -1196,7 +1176,7 @@ class World:
         """Let one of the messages under way arrive, or twice, or time pass."""
         if self.coming and self.chance.random() < 0.8:
             message = self.coming.pop(self.chance.randrange(len(self.coming)))
-            if isinstance(message, Started | Arrived) or not self.mishap():
+            if isinstance(message, wire.Started | wire.Arrived) or not self.mishap():
                 self.perform(self.group.feed(*[message] * self.chance.choice([1, 1, 1, 2])))
             else:
                 self.die(message.rank)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from numpy.lib.stride_tricks import sliding_window_view
+from shown_runs import run_of
 
 from nblaunch._resident import own_memory_here, resident_of, set_back_peak
 from nblaunch.probes.held import largest
@@ -22,13 +24,12 @@ from nblaunch.protocol.messages import (
     Payload,
     Raised,
     Returned,
-    Started,
     Usage,
     decode_from_rank,
     encode,
 )
 from nblaunch.protocol.reports import held_lines
-from nblaunch.protocol.state import RunState, advance, decode_state, encode_state
+from nblaunch.protocol.state import advance, decode_state
 from nblaunch.rank import memory
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import Drawing
@@ -40,15 +41,8 @@ HEAD = Header("cell", "gloo")
 MIB = 1 << 20
 
 
-def running(ranks=2):
-    state = RunState.fresh(ranks)
-    for rank in range(ranks):
-        state = advance(state, Started(rank=rank, time=1.0))
-    return state
-
-
 def returned(used):
-    state = running()
+    state = run_of(2)
     for rank in range(2):
         message = Returned(rank=rank, value=Payload(sizes=()), time=2.0, memory=used)
         state = advance(state, decode_from_rank(encode(message), "a rank"))
@@ -66,16 +60,16 @@ def used_by(drawing, state):
 def test_the_panel_shows_what_a_rank_has_now_and_had_at_most_and_its_peak_once_it_has_ended():
     drawing = Drawing(HEAD, time.monotonic())
     usage = Usage(cpu_percent=5.0, memory=MIB, memory_peak=9 * MIB)
-    state = advance(running(), Measured(usages={0: usage}))
+    state = advance(run_of(2), Measured(usages={0: usage}))
     assert used_by(drawing, state) == "CPU 5 % · 1 MiB · peak 9 MiB"
     assert used_by(drawing, returned(USED)) == "peak 3 MiB"
 
 
 def test_what_a_rank_used_travels_with_the_state_and_a_dead_rank_has_what_was_measured_last():
-    state = decode_state(encode_state(returned(USED)))
+    state = decode_state(encode(returned(USED)))
     assert [rank.used for rank in state.ranks.values()] == [USED, USED]
     usage = Usage(cpu_percent=5.0, memory=MIB, memory_peak=9 * MIB, gpu_memory=11)
-    dead = decode_state(encode_state(advance(running(), Measured(usages={1: usage}))))
+    dead = decode_state(encode(advance(run_of(2), Measured(usages={1: usage}))))
     assert dead.ranks[1].used == MemoryUse(MIB, 9 * MIB, 11, None)
     assert dead.ranks[0].used is None
 
@@ -91,7 +85,7 @@ HELD = HeldMemory(size=64 * MIB, what="float32[4]", count=4, name="rows['<b>']",
 
 def failed(held):
     failure = FailureRecord(type="builtins.MemoryError", message="", traceback="MemoryError", held=held)
-    return advance(running(), Raised(rank=0, failure=failure))
+    return advance(run_of(2), Raised(rank=0, failure=failure))
 
 
 def test_what_was_held_is_a_table_in_the_saved_page_and_in_the_panel_and_escaped_there():
@@ -179,16 +173,32 @@ def test_parameters_gradients_and_the_state_of_an_optimizer_are_found_under_thei
     assert rows["optimizer"].count == 2
 
 
-def test_a_view_and_its_base_are_one_and_the_first_name_counts():
+def within_itself():
+    nested: list[object] = [torch.zeros(2_000_000)]
+    nested.append(nested)
+    return nested
+
+
+def with_a_view():
     base = torch.zeros(10_000_000)
-    rows = found(part=base[:10], base=base)
-    assert rows["part"].size == 40_000_000
-    assert "base" not in rows
+    return {"part": base[:10], "base": base}
 
 
-def test_a_window_onto_an_array_holds_all_of_it():
-    windows = np.lib.stride_tricks.sliding_window_view(np.zeros(2_000_000), 3)
-    assert found(windows=windows)["windows"].size == 16_000_000
+@pytest.mark.parametrize(
+    ("make", "name", "size"),
+    [
+        (with_a_view, "part", 40_000_000),
+        (lambda: {"windows": sliding_window_view(np.zeros(2_000_000), 3)}, "windows", 16_000_000),
+        (lambda: {"nested": within_itself()}, "nested[0]", 8_000_000),
+    ],
+    ids=["a view and its base, by the first name", "a window onto an array", "a container within itself"],
+)
+def test_memory_has_one_name_and_counts_once_as_all_that_is_held(make, name, size):
+    variables = make()
+    rows = found(**variables)
+    assert rows[name].size == size
+    assert not rows.keys() & {"base"}
+    assert largest([("here", variables)], device="cuda:0") == (), "it is on another device"
 
 
 def test_a_tensor_that_no_variable_leads_to_is_found_too():
@@ -205,16 +215,6 @@ def test_ten_rows_at_most_and_none_for_what_is_small():
     rows = largest([("here", {f"x{number}": torch.zeros(1_000_000 + number) for number in range(30)})])
     assert len(rows) == 10
     assert all(each.size >= MIB for each in rows)
-
-
-def test_what_is_on_another_device_does_not_count():
-    assert largest([("here", {"x": torch.zeros(10_000_000)})], device="cuda:0") == ()
-
-
-def test_a_container_that_contains_itself_ends():
-    nested: list[object] = [torch.zeros(2_000_000)]
-    nested.append(nested)
-    assert found(nested=nested)["nested[0]"].size == 8_000_000
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from nblaunch import NblaunchError
 from nblaunch._metrics import Metric, Metrics
 from nblaunch.protocol.messages import AttemptStarted, Logged, encode
 from nblaunch.protocol.metrics import MetricLog, logged, table
-from nblaunch.protocol.state import RunState, advance, decode_folded, decode_state, encode_state
+from nblaunch.protocol.state import RunState, advance, decode_folded, decode_state
 
 RUN = (
     batch(1, ("loss", 0, 2.0), ("lr", 0, 0.1)),
@@ -138,7 +138,7 @@ def test_a_longer_log_shares_what_the_shorter_one_has():
 def test_a_state_and_its_messages_travel_with_every_point(points):
     batches = [batch(rank, ("loss", step, value)) for rank, step, value in points]
     state = folded(*(decode_folded(encode(each)) for each in batches))
-    back = decode_state(encode_state(state))
+    back = decode_state(encode(state))
     assert repr(list(table(back.metrics))) == repr(list(table(state.metrics)))
     assert len(table(back.metrics)) == len(points)
     # Who follows from a snapshot folds the rest as the others do.

@@ -61,7 +61,6 @@ def wanted_by_cell(cell: str) -> tuple[str, str]:
     ],
 )
 def test_a_name_loaded_before_it_is_defined_is_needed(source: str, needed: str) -> None:
-    """Statement by statement, at the top level."""
     assert wanted(source) == (needed, "")
 
 
@@ -105,7 +104,6 @@ def test_an_import_defines_its_name(source: str, needed: str) -> None:
     ],
 )
 def test_a_name_defined_on_some_branches_is_only_maybe_wanted(source: str, needed: str, maybe: str) -> None:
-    """Branches meet again with what all of them have defined."""
     assert wanted(source) == (needed, maybe)
 
 
@@ -165,7 +163,6 @@ def test_a_loop_may_not_run(source: str, needed: str, maybe: str) -> None:
     ],
 )
 def test_an_exception_may_come_from_anywhere_in_its_block(source: str, needed: str, maybe: str) -> None:
-    """Handlers see what any part of the block may have left undone."""
     assert wanted(source) == (needed, maybe)
 
 
@@ -412,7 +409,6 @@ def test_a_dotted_chain_is_given_whole_where_it_starts_in_the_notebook() -> None
 
 
 def test_a_cell_that_is_no_python_raises_its_own_error() -> None:
-    """The notebook shows it as it shows any other."""
     with pytest.raises(SyntaxError) as ours:
         cell_names("x = = 1")
     with pytest.raises(SyntaxError) as pythons:
@@ -430,7 +426,6 @@ def test_a_long_sum_is_no_deep_one() -> None:
 
 
 def test_a_cell_too_deep_to_follow_may_want_all_its_names() -> None:
-    """Rather than an error about our own recursion."""
     deep = "x"
     for each in range(60):
         deep = f"f{each}(g[{deep}])"
@@ -445,7 +440,6 @@ def test_a_cell_too_deep_to_follow_may_want_all_its_names() -> None:
 
 
 def len_of_stack() -> int:
-    """Return how deep the caller is."""
     frame = sys._getframe()  # the public ways to count frames take seconds
     depth = 0
     while frame.f_back is not None:

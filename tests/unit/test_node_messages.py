@@ -14,20 +14,6 @@ from nblaunch.host import wire
 from nblaunch.host.wire import FromNode, ToNode, decode_from_node, decode_to_node, encode
 
 FROM_NODE, TO_NODE = typing.get_args(FromNode), typing.get_args(ToNode)
-OF_A_GROUP = {
-    *("Workers", "RankMessages", "RanksMeasured", "Wrote", "Piece", "PieceLost", "PieceTaken", "Gone"),
-    *(
-        "OthersStopped",
-        "NodeEnded",
-        "AwaitingRendezvous",
-        "Dumped",
-        "OpenGroup",
-        "CompleteRendezvous",
-        "ForRanks",
-        "Release",
-    ),
-    *("Restart", "SkipGrace", "EndGroup", "MeasureRanks", "DumpStacks", "AdoptRanks"),
-}
 
 
 def test_every_message_is_in_a_union():
@@ -40,12 +26,6 @@ def test_every_message_is_in_a_union():
         and each.__module__ == wire.__name__
     }
     assert tagged == {*FROM_NODE, *TO_NODE}
-
-
-def test_what_concerns_a_group_names_it():
-    assert {
-        each.__name__ for each in (*FROM_NODE, *TO_NODE) if "group" in each.__struct_fields__
-    } == OF_A_GROUP
 
 
 @pytest.mark.parametrize("kind", FROM_NODE, ids=lambda kind: kind.__name__)

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -19,73 +20,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nblaunch._errors import OptionError
+from nblaunch.magic.sessions import check_cell_options
 from nblaunch.options.command_line import option_completions, options_help, options_on_a_screen, parse_line
 from nblaunch.options.kinds import LONGEST_SECONDS, EnvironmentVariables
 from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions
 from nblaunch.options.table import TITLES, Option, Scope, nearest
-
-DEFAULTS = {
-    "nproc_per_node": "auto",
-    "backend": "auto",
-    "init_process_group": True,
-    "out": None,
-    "session": None,
-    "fresh": False,
-    "background": False,
-    "export": None,
-    "detach": False,
-    "linger": 14400.0,
-    "restore": None,
-    "drop": (),
-    "ranks": None,
-    "env": {},
-    "timeout": None,
-    "grace": 5.0,
-    "hang_after": None,
-    "profile": False,
-    "profile_steps": None,
-    "watch": (),
-    "max_restarts": 0,
-    "monitor_interval": 0.02,
-    "role": "rank",
-    "log_dir": None,
-    "metrics_file": None,
-    "shutdown_timeout": 5,
-    "standalone": True,
-    "nnodes": "1",
-    "rdzv_backend": "c10d",
-    "rdzv_endpoint": "",
-    "rdzv_id": None,
-    "rdzv_conf": "",
-    "node_rank": 0,
-    "master_addr": None,
-    "master_port": None,
-    "local_addr": None,
-    "ports": None,
-    "on": None,
-    "slurm": "",
-    "here": False,
-    "node_python": None,
-    "sync_env": False,
-    "queue_timeout": None,
-    "node_timeout": 15.0,
-    "start_method": "forkserver",
-    "numa_binding": None,
-    "virtual_local_rank": False,
-    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    "event_log_handler": "null",
-    "redirects": "0",
-    "tee": "0",
-    "local_ranks_filter": None,
-    "logs_specs": None,
-    "duplicate_stdout_filters": (),
-    "duplicate_stderr_filters": (),
-    "log_line_prefix_template": "",
-    "module": False,
-    "no_python": False,
-    "run_path": False,
-    "pull": (),
-}
 
 # name: (text on a line or in a variable, the value it means, another text, its value)
 SAMPLES: dict[str, tuple[str, object, str, object]] = {
@@ -220,6 +159,7 @@ WITH_VARIABLE = [option for option in OPTIONS if option.variable]
 OF_MAGIC = [option for option in OPTIONS if option.scope != "script"]
 OF_RUN = [option for option in OPTIONS if option.scope not in {"notebook", "session"}]
 OF_SESSION = [option for option in OPTIONS if option.scope == "session"]
+OF_THE_GROUP = [option for option in OF_MAGIC if option.scope != "session" and not option.per_cell]
 ALL_WRONG = [(name, value) for name, values in WRONG.items() for value in values]
 
 
@@ -244,8 +184,9 @@ def _id(argument: object) -> str:
 
 
 def test_nothing_given_means_the_documented_defaults() -> None:
+    """The defaults themselves stand in the documentation, which `test_readme.py` compares."""
     for options in (LaunchOptions(), LaunchOptions.from_keywords(), parse_line("").options):
-        assert {field.name: _value(options, field.name) for field in dataclasses.fields(options)} == DEFAULTS
+        assert all(_value(options, each.name) == each.default for each in OPTIONS)
 
 
 def test_every_option_has_a_sample_and_a_wrong_value_in_these_tests() -> None:
@@ -444,15 +385,10 @@ _names = st.text("abcXYZ_-é$", min_size=1).filter(lambda name: name.strip())
 _env_texts = st.text().filter(lambda text: "\0" not in text and text.isascii())
 _words = st.text(min_size=1).filter(lambda text: text.isprintable() and "," not in text)
 _kinds: dict[str, st.SearchStrategy[Any]] = {
+    **{name: st.sampled_from([value, other]) for name, (_, value, _, other) in SAMPLES.items()},
     "nproc_per_node": st.integers(1, MOST_RANKS_PER_NODE) | st.sampled_from(["auto", "cpu", "gpu"]),
-    "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl"]),
-    "init_process_group": st.booleans(),
     "out": st.none() | st.from_regex(r"[a-z_]+[0-9]", fullmatch=True),
-    "session": st.none() | st.from_regex(r"[a-z_]+[0-9]", fullmatch=True),
-    "fresh": st.booleans(),
-    "background": st.booleans(),
     "export": st.none() | st.from_regex(r"[a-zé/ .]*[a-z]\.py", fullmatch=True),
-    "detach": st.booleans(),
     "linger": _numbers | st.integers(1, 100).map(lambda hours: 3600.0 * hours),
     "restore": st.none() | st.text(min_size=1).filter(str.isprintable),
     "drop": st.lists(st.from_regex(r"[a-z_]+[0-9]", fullmatch=True), unique=True).map(tuple),
@@ -460,50 +396,17 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "env": st.dictionaries(_names, _env_texts),
     "timeout": st.none() | _numbers,
     "grace": st.just(0.0) | _numbers,
-    "hang_after": st.none() | _numbers,
-    "profile": st.booleans(),
     "profile_steps": st.none() | st.tuples(st.integers(0, 9), st.integers(9, 99)),
     "watch": st.sampled_from([(), ("nan",), ("nan:warn", "desync"), ("desync:warn",)]),
     "max_restarts": st.integers(0, 2**31 - 1),
-    "monitor_interval": _numbers,
     "role": st.text(min_size=1).filter(str.isprintable),
     "log_dir": st.none() | st.text("ab ./-#'\"$é", min_size=1, max_size=60),
     "metrics_file": st.none() | st.text("ab./-#'\"$é", min_size=1, max_size=60).map("{}m".format),
-    "shutdown_timeout": st.integers(1, 2**31 - 1),
-    "standalone": st.booleans(),
-    "nnodes": st.sampled_from(["1", "2", "1:2", "3:40"]),
-    "rdzv_backend": st.sampled_from(["c10d", "static", "etcd-v2"]),
-    "rdzv_endpoint": st.sampled_from(["", "host", "host:1", "[::1]:29400", "10.0.0.1:0"]),
-    "rdzv_id": st.none() | st.text(min_size=1).filter(str.isprintable),
     "rdzv_conf": st.lists(st.from_regex(r"[a-z_]+=[a-z0-9=$']+", fullmatch=True)).map(",".join),
-    "node_rank": st.integers(0, 2**31 - 1),
-    "master_addr": st.none() | st.sampled_from(["host", "::1", "10.0.0.1"]),
-    "master_port": st.none() | st.integers(0, 65_535),
-    "ports": st.none() | st.sampled_from(["50000", "50000-50100"]),
-    "local_addr": st.none() | st.sampled_from(["host", "::1", "10.0.0.1"]),
-    "on": st.sampled_from([None, "process", "join", "ssh=h1,h2:22", "slurm", "ray", "ray=ray://h:10001"]),
     "slurm": st.sampled_from(["", "-p gpu", "-p 'a b' -t 30"]),
-    "here": st.booleans(),
     "node_python": st.none() | st.just("/opt/a b/python"),
-    "sync_env": st.booleans(),
-    "queue_timeout": st.none() | _numbers,
-    "node_timeout": _numbers,
-    "start_method": st.sampled_from(["forkserver", "spawn", "fork"]),
-    "numa_binding": st.none() | st.sampled_from(["node", "socket", "exclusive", "core-complex"]),
-    "virtual_local_rank": st.booleans(),
-    "signals_to_handle": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1"]), min_size=1).map(",".join),
-    "event_log_handler": st.text(min_size=1).filter(str.isprintable),
-    "redirects": st.sampled_from(["0", "3", "0:1", "0:3,1:2"]),
-    "tee": st.sampled_from(["0", "3", "0:1", "0:3,1:2"]),
-    "local_ranks_filter": st.none() | st.sets(st.integers(0, 50), min_size=1).map(lambda r: tuple(sorted(r))),
-    "logs_specs": st.none() | st.text(min_size=1).filter(str.isprintable),
     "duplicate_stdout_filters": st.lists(_words).map(tuple),
-    "duplicate_stderr_filters": st.lists(_words).map(tuple),
     "log_line_prefix_template": _words,
-    "module": st.booleans(),
-    "no_python": st.booleans(),
-    "run_path": st.booleans(),
-    "pull": st.lists(st.from_regex(r"[a-z_]+[0-9]", fullmatch=True), unique=True).map(tuple),
 }
 
 
@@ -586,6 +489,14 @@ def test_only_a_script_has_the_options_of_a_script(name: str, monkeypatch: pytes
 def test_a_duration_may_have_a_unit(text: object, seconds: float, line: str) -> None:
     options = LaunchOptions.from_keywords(of_session=True, linger=text)
     assert (options.linger, options.to_line()) == (seconds, f"--linger={line}")
+
+
+@pytest.mark.parametrize("option", OF_THE_GROUP, ids=_id)
+def test_what_is_decided_with_a_session_cannot_be_changed_by_a_cell(option: Any) -> None:
+    session: Any = SimpleNamespace(name="default", world_size=2, options=LaunchOptions(nproc_per_node=2))
+    asked = parse_line(f"{option.flags[0]}={SAMPLES[option.name][0]}").options
+    with pytest.raises(OptionError, match=rf"^{option.flags[0]} .* session 'default' .* --fresh"):
+        check_cell_options(session, asked)
 
 
 @pytest.mark.parametrize(("name", "value"), ALL_WRONG, ids=_id)

@@ -1,4 +1,4 @@
-"""Properties that hold for anything ranks may print: the line model, folding, escaping, the live terminal."""
+"""Properties that hold for anything ranks may print: the line model, the live terminal, costs."""
 
 from __future__ import annotations
 
@@ -6,37 +6,21 @@ import html
 import itertools
 import json
 import re
-from html.parser import HTMLParser
 
 import pyte
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from shown_runs import run_of
 
-from nblaunch.protocol.messages import (
-    AttemptStarted,
-    Displayed,
-    Entered,
-    FailureRecord,
-    FrameRecord,
-    Noticed,
-    Payload,
-    Phase,
-    Printed,
-    Raised,
-    Returned,
-    Started,
-    Stream,
-)
+from nblaunch._budget import clipped, cost_of_text
+from nblaunch.protocol import messages
 from nblaunch.protocol.reports import format_ranks
-from nblaunch.protocol.state import Message, RunState, advance
+from nblaunch.protocol.state import advance
 from nblaunch.protocol.transcript import Transcript, printed
-from nblaunch.view.budget import clipped, cost_of_text
-from nblaunch.view.html import render_html
-from nblaunch.view.output import folded, items_of, last_line
+from nblaunch.view.output import items_of, last_line
 from nblaunch.view.screen import Line, Screen, colored, plain
 from nblaunch.view.summary import Header
 from nblaunch.view.terminal_view import Held, LiveLines
-from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo")
 
@@ -73,11 +57,15 @@ def test_lines_are_those_that_a_terminal_shows(program):
 
 @given(PROGRAMS, PROGRAMS)
 def test_what_one_stream_draws_never_changes_a_line_of_the_other(out, err):
-    both, alone = Screen(), {stream: Screen() for stream in Stream}
-    for stream, program in ((Stream.STDOUT, out), (Stream.STDERR, err), (Stream.STDOUT, err)):
+    both, alone = Screen(), {stream: Screen() for stream in messages.Stream}
+    for stream, program in (
+        (messages.Stream.STDOUT, out),
+        (messages.Stream.STDERR, err),
+        (messages.Stream.STDOUT, err),
+    ):
         both.write(stream, "".join(program))
         alone[stream].write(stream, "".join(program))
-    for stream in Stream:
+    for stream in messages.Stream:
         mine = [line for line in both.lines() if line.stream is stream]
         assert mine == alone[stream].lines()
 
@@ -91,7 +79,7 @@ def test_colours_never_change_the_text(text):
         assert all(before != after for before, after in itertools.pairwise(styles))
 
 
-@given(st.lists(st.tuples(st.sampled_from(Stream), st.text(max_size=60)), max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(messages.Stream), st.text(max_size=60)), max_size=8))
 def test_the_last_line_is_the_last_that_is_drawn(pieces):
     transcript = Transcript()
     for stream, text in pieces:
@@ -100,50 +88,7 @@ def test_the_last_line_is_the_last_that_is_drawn(pieces):
     assert last_line(transcript) == next(filter(None, reversed(lines)), "")
 
 
-# --- folding ---------------------------------------------------------------------------------------
-
-WORLD = 5
-SAID = st.lists(
-    st.tuples(
-        st.integers(0, WORLD - 1),
-        st.sampled_from(Stream),
-        st.sampled_from(["a\n", "b\n", "a", "\r", "b\ra\n", "\x1b[31ma\x1b[0m\n", "\n"]),
-    ),
-    max_size=25,
-)
-
-
-def state_after(*messages: Message, world_size=WORLD):
-    state = RunState.fresh(world_size)
-    for message in (AttemptStarted(number=0, world_size=world_size, time=0.0), *messages):
-        state = advance(state, message)
-    return state
-
-
-def said_by(said):
-    return [Printed(rank=rank, stream=stream, text=text) for rank, stream, text in said]
-
-
-@given(SAID)
-def test_each_rank_that_wrote_is_in_one_fold_with_all_that_it_wrote(said):
-    state = state_after(*said_by(said))
-    alone = {rank: items_of(known.transcript) for rank, known in state.ranks.items()}
-    outputs = folded(state)
-    assert [output.ranks for output in outputs] == sorted(output.ranks for output in outputs)
-    assert sorted(rank for output in outputs for rank in output.ranks) == [r for r in alone if alone[r]]
-    for output in outputs:
-        for rank in output.ranks:
-            assert alone[rank] == tuple(row.item for row in output.rows if rank in row.ranks)
-
-
-@given(SAID, st.randoms())
-def test_which_rank_spoke_first_makes_no_difference(said, random):
-    shuffled = list(said)
-    random.shuffle(shuffled)
-    # Within a rank the order stays.
-    queues = {rank: [each for each in said if each[0] == rank] for rank in range(WORLD)}
-    interleaved = [queues[rank].pop(0) for rank, _, _ in shuffled]
-    assert folded(state_after(*said_by(interleaved))) == folded(state_after(*said_by(said)))
+# --- ranks ---------------------------------------------------------------------------------------
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))
@@ -195,10 +140,10 @@ def test_bars_that_are_drawn_again_and_again_are_printed_as_they_are_in_the_end(
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=30)), max_size=15))
 def test_a_rank_cannot_move_the_terminals_cursor_whatever_it_prints(pieces):
-    live, state = LiveLines(), state_after()
+    live, state = LiveLines(), run_of(3)
     lines: list[str] = []
     for rank, text in pieces:
-        state = advance(state, Printed(rank=rank, stream=Stream.STDERR, text=text))
+        state = advance(state, messages.Printed(rank=rank, stream=messages.Stream.STDERR, text=text))
         lines += live.take(state)
         lines.append(live.unfinished)
         assert "\n" not in live.unfinished
@@ -206,73 +151,7 @@ def test_a_rank_cannot_move_the_terminals_cursor_whatever_it_prints(pieces):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "\n".join(lines))
 
 
-# --- escaping --------------------------------------------------------------------------------------
-
-HOSTILE = st.one_of(
-    st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=80),  # what can be sent at all
-    st.sampled_from(
-        [
-            "<script>alert(1)</script>",
-            "</details></div><img src=x onerror=alert(1)>",
-            "\"' onmouseover=alert(1) x='",
-            "&lt;b&gt;",
-            "]]><!--",
-            "\x1b[31m<b>\x1b[0m</b>",
-            "<\x1b[31mscript\x1b[0m>",
-            "javascript:alert(1)",
-        ]
-    ),
-)
-
-
-def run_that_says(text):
-    """Return a run in which everything that ranks can say is `text`."""
-    frame = FrameRecord(text, 3, text, text, {text: text})
-    failure = FailureRecord(
-        type=text, message=text, traceback=text, colored=text, frames=(frame,), time=5.0, phase=Phase.JOB
-    )
-    return state_after(
-        Noticed(text=text),
-        *(Entered(rank=rank, phase=Phase.READY, device=text) for rank in range(3)),
-        *(Started(rank=rank, time=1.0) for rank in range(3)),
-        Printed(rank=0, stream=Stream.STDOUT, text=text),
-        Printed(rank=1, stream=Stream.STDERR, text=text),
-        Displayed(rank=0, data={"text/plain": text, text: text}, metadata={text: text}),
-        Displayed(rank=0, data={"image/png": text, "text/plain": text}),
-        Displayed(rank=0, data={"text/latex": text}),
-        Returned(rank=0, value=Payload(sizes=()), time=2.0, text=text),
-        Raised(rank=1, failure=failure),
-        Raised(rank=2, failure=failure),
-        world_size=3,
-    )
-
-
-class Elements(HTMLParser):
-    """The elements of a page, each with the names of its attributes."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.found = set()
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.found |= {(tag, name) for name, _ in attrs} | {(tag, "")}
-
-
-HARMLESS = Elements(render_html(run_that_says("harmless"), Header("harmless", "harmless"))).found
-
-
-@given(HOSTILE)
-def test_whatever_ranks_say_makes_no_element_and_no_attribute(text):
-    page = render_html(run_that_says(text), Header(text, text))
-    assert Elements(page).found <= HARMLESS
-
-
-@given(HOSTILE)
-def test_the_text_form_holds_no_control_characters_whatever_ranks_say(text):
-    shown = render_text(run_that_says(text), Header(text, text))
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", shown)
+# --- what text costs --------------------------------------------------------------------------------
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=300))

@@ -23,23 +23,10 @@ from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.host.hub import Hub
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages
-from nblaunch.protocol.messages import (
-    AboutRank,
-    Entered,
-    FromRank,
-    Hello,
-    Leave,
-    Phase,
-    ProtocolError,
-    Returned,
-    ToRank,
-    decode_from_rank,
-    decode_to_rank,
-    encode,
-)
+from nblaunch.protocol import messages as wire
 
-FROM_RANK = typing.get_args(FromRank)
-TO_RANK = typing.get_args(ToRank)
+FROM_RANK = typing.get_args(wire.FromRank)
+TO_RANK = typing.get_args(wire.ToRank)
 
 # --- any message at all ----------------------------------------------------------------------------
 
@@ -113,7 +100,7 @@ def test_every_message_is_in_a_union():
     assert tagged - bases - {messages._OfRank} - inside == {
         *FROM_RANK,
         *TO_RANK,
-        *typing.get_args(AboutRank),
+        *typing.get_args(wire.AboutRank),
     }
 
 
@@ -122,7 +109,7 @@ def test_every_message_is_in_a_union():
 @settings(max_examples=30)
 def test_what_a_rank_says_arrives_as_it_was_said(kind, data):
     message = data.draw(values_of(kind))
-    assert decode_from_rank(encode(message), "rank 0") == message
+    assert wire.decode_from_rank(wire.encode(message), "rank 0") == message
 
 
 @pytest.mark.parametrize("kind", TO_RANK, ids=lambda kind: kind.__name__)
@@ -130,7 +117,7 @@ def test_what_a_rank_says_arrives_as_it_was_said(kind, data):
 @settings(max_examples=30)
 def test_what_a_rank_is_told_arrives_as_it_was_told(kind, data):
     message = data.draw(values_of(kind))
-    assert decode_to_rank(encode(message), "the hub") == message
+    assert wire.decode_to_rank(wire.encode(message), "the hub") == message
 
 
 @given(ANY_FROM_RANK)
@@ -172,15 +159,15 @@ WRONG = [
     msgspec.msgpack.encode({"type": "Entered", "rank": 0, "phase": "no phase"}),
     msgspec.msgpack.encode(["Entered", 0, "job"]),
     msgspec.json.encode({"type": "Entered", "rank": 0, "phase": "job"}),
-    encode(Entered(rank=0, phase=Phase.JOB)) + b"\x00",
+    wire.encode(wire.Entered(rank=0, phase=wire.Phase.JOB)) + b"\x00",
     b"\x83\xa4type\xa7Entered\xa4rank\x00\xa5phase\xa3\xff\xfe\xfd",
 ]
 
 
-@pytest.mark.parametrize("decode", [decode_from_rank, decode_to_rank])
+@pytest.mark.parametrize("decode", [wire.decode_from_rank, wire.decode_to_rank])
 @pytest.mark.parametrize("data", [*WRONG, *NESTED, *LIES], ids=lambda data: repr(data[:24]))
 def test_bytes_that_are_no_message_are_refused_by_the_senders_name(decode, data):
-    with pytest.raises(ProtocolError, match="from rank 3 of somewhere") as caught:
+    with pytest.raises(wire.ProtocolError, match="from rank 3 of somewhere") as caught:
         decode(data, "rank 3 of somewhere")
     assert str(len(data)) in str(caught.value)
     assert len(str(caught.value)) < 2000
@@ -191,35 +178,38 @@ def test_bytes_that_are_no_message_are_refused_by_the_senders_name(decode, data)
 def test_random_bytes_are_a_message_or_refused(data):
     """Never anything else: the hub's thread has no other error to expect."""
     try:
-        message = decode_from_rank(data, "someone")
-    except ProtocolError:
+        message = wire.decode_from_rank(data, "someone")
+    except wire.ProtocolError:
         return
     assert isinstance(message, FROM_RANK)
 
 
 @given(ANY_FROM_RANK, st.data())
 def test_a_truncated_message_is_refused(message, data):
-    whole = encode(message)
+    whole = wire.encode(message)
     cut = data.draw(st.integers(0, len(whole) - 1))
-    with pytest.raises(ProtocolError):
-        decode_from_rank(whole[:cut], "someone")
+    with pytest.raises(wire.ProtocolError):
+        wire.decode_from_rank(whole[:cut], "someone")
 
 
 @given(ANY_FROM_RANK, st.data())
 def test_a_message_with_a_flipped_byte_is_a_message_or_refused(message, data):
-    whole = bytearray(encode(message))
+    whole = bytearray(wire.encode(message))
     place = data.draw(st.integers(0, len(whole) - 1))
     whole[place] ^= data.draw(st.integers(1, 255))
-    with contextlib.suppress(ProtocolError):
-        assert isinstance(decode_from_rank(bytes(whole), "someone"), FROM_RANK)
+    with contextlib.suppress(wire.ProtocolError):
+        assert isinstance(wire.decode_from_rank(bytes(whole), "someone"), FROM_RANK)
 
 
 def test_decoding_unpickles_nothing(tmp_path):
     bomb = pickle.dumps(Bomb(tmp_path / "went-off"))
-    with pytest.raises(ProtocolError):
-        decode_from_rank(bomb, "someone")
+    with pytest.raises(wire.ProtocolError):
+        wire.decode_from_rank(bomb, "someone")
     payload = messages.Payload(sizes=(len(bomb),), inline=bomb)
-    assert decode_from_rank(encode(Returned(rank=0, value=payload, time=0.0)), "someone").rank == 0
+    assert (
+        wire.decode_from_rank(wire.encode(wire.Returned(rank=0, value=payload, time=0.0)), "someone").rank
+        == 0
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -237,7 +227,7 @@ class Group:
         self.ticks = 0
 
     def receive(self, message, data):
-        assert decode_from_rank(data, "a rank") == message
+        assert wire.decode_from_rank(data, "a rank") == message
         self.received.append(message)
 
     def tick(self, now):
@@ -256,7 +246,7 @@ def hello(rank=0, **changes):
         "node": "n",
         "pid": 1,
     }
-    return Hello(rank=rank, **{**said, **changes})
+    return wire.Hello(rank=rank, **{**said, **changes})
 
 
 @pytest.fixture
@@ -309,13 +299,13 @@ def on_the_hubs_thread(hub, action):
 
 def test_a_rank_that_says_hello_with_the_token_is_heard_and_can_be_told(hub, group, connect, eventually):
     rank = connect()
-    rank.send(encode(hello()))
-    rank.send(encode(Entered(rank=0, phase=Phase.READY)))
+    rank.send(wire.encode(hello()))
+    rank.send(wire.encode(wire.Entered(rank=0, phase=wire.Phase.READY)))
     eventually(lambda: len(group.received) == 2, "both messages are here")
-    assert group.received == [hello(), Entered(rank=0, phase=Phase.READY)]
-    on_the_hubs_thread(hub, lambda: hub.send(group, 0, Leave(exitcode=3)))
+    assert group.received == [hello(), wire.Entered(rank=0, phase=wire.Phase.READY)]
+    on_the_hubs_thread(hub, lambda: hub.send(group, 0, wire.Leave(exitcode=3)))
     assert rank.poll(10_000)
-    assert decode_to_rank(rank.recv(), "the hub") == Leave(exitcode=3)
+    assert wire.decode_to_rank(rank.recv(), "the hub") == wire.Leave(exitcode=3)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +315,11 @@ def test_a_rank_that_says_hello_with_the_token_is_heard_and_can_be_told(hub, gro
         (pickle.dumps([1, 2, 3]), "no message"),
         (NESTED[0], "no message"),
         (LIES[0], "no message"),
-        (encode(hello())[:-3], "no message"),
-        (encode(Entered(rank=0, phase=Phase.JOB)), "did not say hello"),
-        *((encode(hello(token=each)), "did not say hello") for each in WRONG_TOKENS),
-        (encode(hello(rank=1)), "did not say hello"),
-        (encode(hello(attempt=0)), "did not say hello"),
+        (wire.encode(hello())[:-3], "no message"),
+        (wire.encode(wire.Entered(rank=0, phase=wire.Phase.JOB)), "did not say hello"),
+        *((wire.encode(hello(token=each)), "did not say hello") for each in WRONG_TOKENS),
+        (wire.encode(hello(rank=1)), "did not say hello"),
+        (wire.encode(hello(attempt=0)), "did not say hello"),
     ],
     ids=[
         "garbage",
@@ -351,7 +341,7 @@ def test_a_stranger_is_refused_and_told_of_once(  # noqa: PLR0913, PLR0917 - fou
     stranger = connect()
     for _ in range(3):
         stranger.send(said)
-    stranger.send(encode(hello()))  # only now it is a rank, and all before has been looked at
+    stranger.send(wire.encode(hello()))  # only now it is a rank, and all before has been looked at
     eventually(lambda: group.received, "the hello is here")
     assert group.received == [hello()]
     (line,) = refusals()
@@ -375,17 +365,17 @@ def test_what_is_of_no_present_attempt_is_passed_over(group, connect, eventually
     stranger = connect(identity)
     rank = connect()
     for _ in range(3):
-        stranger.send(encode(hello()))
-    eventually(lambda: rank.send(encode(hello())) or group.received, "the rank is heard")
-    assert {type(each) for each in group.received} == {Hello}
+        stranger.send(wire.encode(hello()))
+    eventually(lambda: rank.send(wire.encode(hello())) or group.received, "the rank is heard")
+    assert {type(each) for each in group.received} == {wire.Hello}
     assert group.ticks >= 0
 
 
 def test_a_rank_cannot_speak_for_another(group, connect, refusals, eventually):
     rank = connect()
-    rank.send(encode(hello()))
-    rank.send(encode(Entered(rank=1, phase=Phase.READY)))
-    rank.send(encode(Entered(rank=0, phase=Phase.READY)))
+    rank.send(wire.encode(hello()))
+    rank.send(wire.encode(wire.Entered(rank=1, phase=wire.Phase.READY)))
+    rank.send(wire.encode(wire.Entered(rank=0, phase=wire.Phase.READY)))
     eventually(lambda: len(group.received) == 2, "the rank's own messages are here")
     assert [each.rank for each in group.received] == [0, 0]
     (line,) = refusals()
@@ -394,14 +384,14 @@ def test_a_rank_cannot_speak_for_another(group, connect, refusals, eventually):
 
 def test_a_second_socket_with_a_ranks_name_is_not_heard(group, connect, eventually):
     rank, thief = connect(), None
-    rank.send(encode(hello()))
+    rank.send(wire.encode(hello()))
     eventually(lambda: group.received, "the rank is known")
     thief = connect()
     for _ in range(10):
-        thief.send(encode(Entered(rank=0, phase=Phase.LEAVE)))
-    rank.send(encode(Entered(rank=0, phase=Phase.READY)))
+        thief.send(wire.encode(wire.Entered(rank=0, phase=wire.Phase.LEAVE)))
+    rank.send(wire.encode(wire.Entered(rank=0, phase=wire.Phase.READY)))
     eventually(lambda: len(group.received) == 2, "the rank is heard")
-    assert group.received[1] == Entered(rank=0, phase=Phase.READY)
+    assert group.received[1] == wire.Entered(rank=0, phase=wire.Phase.READY)
 
 
 def test_a_rank_that_is_faster_than_the_news_of_its_group_is_heard(hub, connect, eventually):
@@ -416,7 +406,7 @@ def test_a_rank_that_is_faster_than_the_news_of_its_group_is_heard(hub, connect,
     hub.call(drain_first)
     assert begun.wait(10)  # else the thread may wake up to the message, and have received it by then
     rank = connect()
-    rank.send(encode(hello()))
+    rank.send(wire.encode(hello()))
     hub.add(late)  # waits in the queue behind what is at work, as the message does
     try:
         reached.set()
@@ -437,9 +427,9 @@ def test_a_defect_in_one_group_does_not_end_the_thread_that_serves_all(
     broken = Broken()
     hub.add(broken)
     bad, good = connect("broken00/1/0"), connect()
-    bad.send(encode(hello()))
+    bad.send(wire.encode(hello()))
     eventually(lambda: any("please report" in line for line in refusals()), "the defect is logged")
-    good.send(encode(hello()))
+    good.send(wire.encode(hello()))
     eventually(lambda: group.received, "the other group is served")
 
 
@@ -456,17 +446,17 @@ def test_what_waits_for_the_hubs_thread_may_run_on_it(hub):
 
 def test_after_a_group_is_removed_its_ranks_are_strangers(hub, group, connect, eventually):
     rank = connect()
-    rank.send(encode(hello()))
+    rank.send(wire.encode(hello()))
     eventually(lambda: group.received, "the rank is known")
     hub.remove(group)
-    rank.send(encode(Entered(rank=0, phase=Phase.READY)))
+    rank.send(wire.encode(wire.Entered(rank=0, phase=wire.Phase.READY)))
     on_the_hubs_thread(hub, lambda: None)
     hub.add(group)
     on_the_hubs_thread(hub, lambda: None)
-    rank.send(encode(Entered(rank=0, phase=Phase.LEAVE)))
-    rank.send(encode(hello()))
+    rank.send(wire.encode(wire.Entered(rank=0, phase=wire.Phase.LEAVE)))
+    rank.send(wire.encode(hello()))
     eventually(lambda: group.received[-1] == hello() and len(group.received) >= 2, "it has said hello anew")
-    assert Entered(rank=0, phase=Phase.LEAVE) not in group.received
+    assert wire.Entered(rank=0, phase=wire.Phase.LEAVE) not in group.received
 
 
 def test_the_hubs_socket_is_for_the_user_alone(hub):

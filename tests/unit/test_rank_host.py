@@ -16,42 +16,27 @@ from servers import NoServer
 from nblaunch.host import rank_host
 from nblaunch.host.local_host import LocalHost
 from nblaunch.host.rank_host import RankHost
-from nblaunch.host.settings import AgentSettings, RendezvousConfig, Worker
+from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event
-from nblaunch.protocol.messages import (
-    Abort,
-    Aborted,
-    Dispatch,
-    Exited,
-    FailureRecord,
-    Finishing,
-    FromRank,
-    FunctionJob,
-    Hello,
-    Payload,
-    Prepare,
-    Raised,
-    ToRank,
-    Usage,
-)
 
 SECONDS = 10
-A_JOB = Dispatch(job=FunctionJob(), payload=Payload(()))
-ON_GPUS = Prepare(environ=(), cwd=b"/", path=(), device_type="cuda")
+A_JOB = messages.Dispatch(job=messages.FunctionJob(), payload=messages.Payload(()))
+ON_GPUS = messages.Prepare(environ=(), cwd=b"/", path=(), device_type="cuda")
 
 
 class Owner:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.messages: list[FromRank] = []
-        self.gone: list[Exited] = []
+        self.messages: list[messages.FromRank] = []
+        self.gone: list[messages.Exited] = []
 
-    def receive(self, message: FromRank, _data: bytes) -> None:
+    def receive(self, message: messages.FromRank, _data: bytes) -> None:
         self.messages.append(message)
 
-    def rank_gone(self, exited: Exited) -> None:
+    def rank_gone(self, exited: messages.Exited) -> None:
         self.gone.append(exited)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None: ...
@@ -62,7 +47,7 @@ class Owner:
 
     def membership_changing(self) -> None: ...
 
-    def measured(self, usages: Mapping[int, Usage]) -> None: ...
+    def measured(self, usages: Mapping[int, messages.Usage]) -> None: ...
 
     def stacks_read(self, stacks: Mapping[int, str]) -> None: ...
 
@@ -79,23 +64,25 @@ class Scene:
     def __init__(
         self, local: LocalHost, directory: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool = False
     ) -> None:
-        self.owner, self.sent, self.hub = Owner(), list[tuple[int, ToRank]](), local.hub
+        self.owner, self.sent, self.hub = Owner(), list[tuple[int, messages.ToRank]](), local.hub
         settings = AgentSettings(
             nproc=2,
             options=LaunchOptions(max_restarts=0, monitor_interval=0.1, grace=1.0, shutdown_timeout=1),
             run_id="group",
             log_dir=directory,
-            rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
+            directed_at="127.0.0.1",
         )
         self.host = RankHost(local, settings, self.owner, directory, keep=keep)
         monkeypatch.setattr(self.hub, "send", lambda _host, rank, message: self.sent.append((rank, message)))
         self.host.attempt_starting(0, 2, "started")
         self.host.attempt_started(0, 2, tuple(Worker(rank, rank, 1) for rank in range(2)))
         for rank in range(2):
-            hello = Hello(rank=rank, token="", attempt=0, local_rank=rank, world_size=2, node="n", pid=1)
+            hello = messages.Hello(
+                rank=rank, token="", attempt=0, local_rank=rank, world_size=2, node="n", pid=1
+            )
             self.say(hello)
 
-    def say(self, message: FromRank) -> None:
+    def say(self, message: messages.FromRank) -> None:
         self.hub.run(lambda: self.host.receive(message, b""))
 
 
@@ -125,13 +112,17 @@ def test_all_ranks_let_go_of_nccl_before_one_is_killed(scene):
     ending.start()
     while len(scene.sent) < 2:
         assert time.monotonic() < began + SECONDS
-    assert scene.sent == [(0, Abort()), (1, Abort())]
-    failure = FailureRecord(type="torch.distributed.DistBackendError", message="aborted", traceback="")
-    scene.say(Raised(rank=0, failure=failure))
-    assert not any(isinstance(each, Raised) for each in scene.owner.messages), "the abort is what it is about"
-    scene.say(Aborted(rank=0))
+    assert scene.sent == [(0, messages.Abort()), (1, messages.Abort())]
+    failure = messages.FailureRecord(
+        type="torch.distributed.DistBackendError", message="aborted", traceback=""
+    )
+    scene.say(messages.Raised(rank=0, failure=failure))
+    assert not any(isinstance(each, messages.Raised) for each in scene.owner.messages), (
+        "the abort is what it is about"
+    )
+    scene.say(messages.Aborted(rank=0))
     assert ending.is_alive()
-    scene.say(Aborted(rank=1))
+    scene.say(messages.Aborted(rank=1))
     ending.join(SECONDS)
     assert time.monotonic() - began < 1.9, "it waits for no more than the answers"
 
@@ -152,10 +143,10 @@ def test_a_rank_that_died_before_the_others_let_go_of_nccl_does_not_stand_for_th
     began = time.monotonic()
     while not scene.sent:
         assert time.monotonic() < began + SECONDS
-    assert scene.sent == [(0, Abort())]
+    assert scene.sent == [(0, messages.Abort())]
     ending.join(0.2)
     assert ending.is_alive(), "rank 0 is still inside NCCL"
-    scene.say(Aborted(rank=0))
+    scene.say(messages.Aborted(rank=0))
     ending.join(SECONDS)
     assert not ending.is_alive()
 
@@ -165,24 +156,26 @@ def test_a_rank_that_ends_as_a_script_does_is_waited_for_as_long_as_it_works(sce
     assert agent is not None
     agent.release(succeeded=False, others=frozenset())
     assert agent._leave_by < time.monotonic() + SECONDS
-    scene.say(Finishing(rank=0, what="thread save"))
+    scene.say(messages.Finishing(rank=0, what="thread save"))
     assert agent._leave_by == math.inf
 
 
 def test_a_session_s_rank_has_the_shutdown_timeout_and_no_longer(kept_scene):
     agent = kept_scene.host.agent
     agent.release(succeeded=True, others=frozenset())
-    kept_scene.say(Finishing(rank=0, what="thread save"))
+    kept_scene.say(messages.Finishing(rank=0, what="thread save"))
     assert agent._leave_by < time.monotonic() + SECONDS
 
 
-def test_ranks_are_measured_while_they_have_a_job(scene, kept_scene):
+def test_ranks_at_work_are_measured_and_all_where_none_is(scene, kept_scene):
     measured = kept_scene.host._state
-    assert not measured().ranks
+    assert list(measured().ranks) == [0, 1]
     kept_scene.hub.run(lambda: kept_scene.host.send(1, A_JOB) and None)
     assert list(measured().ranks) == [1]
-    kept_scene.say(Raised(rank=1, failure=FailureRecord(type="E", message="", traceback="")))
-    assert not measured().ranks
+    kept_scene.say(
+        messages.Raised(rank=1, failure=messages.FailureRecord(type="E", message="", traceback=""))
+    )
+    assert list(measured().ranks) == [0, 1]
     # Those of a run have one from the beginning.
     assert list(scene.host._state().ranks) == [0, 1]
 
@@ -191,8 +184,8 @@ def test_a_measurement_that_began_before_the_ranks_were_prepared_knows_their_gpu
     seen = []
 
     @contextlib.contextmanager
-    def measuring(*_, **keywords):
-        seen.append(keywords["seen"])
+    def measuring(_state, _report, gpus):
+        seen.append(gpus)
         yield
 
     monkeypatch.setattr(rank_host, "measuring", measuring)
@@ -210,10 +203,10 @@ def test_ranks_that_have_no_gpu_are_killed_at_once(scene):
 
 
 def test_an_exit_is_told_with_its_reason_after_all_that_the_rank_has_sent(scene):
-    scene.hub.call(lambda: scene.host.receive(Aborted(rank=1), b""))
+    scene.hub.call(lambda: scene.host.receive(messages.Aborted(rank=1), b""))
     scene.host.worker_exited(1, -9, expected=False)
     scene.hub.run(lambda: None)
-    assert scene.owner.messages[-1] == Aborted(rank=1)
+    assert scene.owner.messages[-1] == messages.Aborted(rank=1)
     (gone,) = scene.owner.gone
     assert (gone.rank, gone.exitcode) == (1, -9)
     assert "SIGKILL" in gone.reason

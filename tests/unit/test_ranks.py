@@ -15,7 +15,7 @@ from test_state import HISTORIES, WORLD, look_at
 
 from nblaunch.protocol.messages import Arrived, Payload, Returned, Started, encode
 from nblaunch.protocol.ranks import Blocks, RankSet
-from nblaunch.protocol.state import Ranks, RankState, RunState, State, advance, decode_state, encode_state
+from nblaunch.protocol.state import Ranks, RankState, RunState, State, advance, decode_state
 
 SOME = st.sets(st.integers(0, 200), max_size=20)
 MANY = 65_536
@@ -85,7 +85,7 @@ def test_the_fold_of_many_ranks_is_that_of_a_few(messages):
         assert list(many.ranks) == list(few.ranks)
         assert look_at(many) == look_at(few)
         assert many.begun == few.begun
-        assert decode_state(encode_state(many)) == few
+        assert decode_state(encode(many)) == few
 
 
 def test_what_many_ranks_are_on_the_wire_is_a_map_as_before():

@@ -43,7 +43,7 @@ CLAIMS = {
     ),
     "A failed run raises the error of the rank that failed first, with the line of the cell.": (
         "tests/ranks/test_run_failures.py::test_the_error_names_the_rank_the_exception_and_the_users_own_line",
-        "tests/ranks/test_run_failures.py::test_a_rank_that_dies_while_others_wait_for_it_is_the_root_cause",
+        "tests/ranks/test_chaos.py::test_a_rank_that_dies_while_the_others_sit_in_all_reduce",
         "tests/ranks/test_pages.py::test_the_examples_of_a_page_show_what_is_written_below_them",
     ),
     "With `--timeout`, or when you interrupt it, a run that hangs says which rank has not begun which "
@@ -125,3 +125,21 @@ def test_every_sentence_of_the_readme_is_a_claim_with_its_evidence_and_the_other
 def test_what_shows_a_claim_is_there(claim):
     assert CLAIMS[claim]
     assert [place for place in CLAIMS[claim] if not is_there(place)] == []
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: " ".join(re.findall(r"\w+", claim)[:6]))
+def test_a_claim_that_has_tests_has_one_in_the_quick_lane(claim):
+    tests = [place for place in CLAIMS[claim] if "::" in place]
+    assert not tests or ".ci/run" in CLAIMS[claim] or any(map(is_quick, tests))
+
+
+def is_quick(place: str) -> bool:
+    """Return whether a test is in `tests/unit`, or marked `quick` itself or by its file."""
+    path, _, test = place.partition("::")
+    if path.startswith("tests/unit/"):
+        return True
+    tree = ast.parse((ROOT / path).read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    of_file = [node for node in tree.body if isinstance(node, ast.Assign)]
+    marks = [ast.unparse(each) for each in (*functions[test].decorator_list, *of_file)]
+    return any("pytest.mark.quick" in each for each in marks)

@@ -15,7 +15,7 @@ from nblaunch._results import SessionInfo, sessions_table
 from nblaunch.client.local import Client
 from nblaunch.magic import auto, commands, sessions
 from nblaunch.options.command_line import parse_line
-from nblaunch.options.launch import OPTIONS, LaunchOptions, refuse_session_options, within
+from nblaunch.options.launch import LaunchOptions, refuse_session_options, within
 from nblaunch.protocol.client import RankStatus
 
 
@@ -62,44 +62,6 @@ OF_A_CELL = [
     *("--timeout 5", "--grace 1", "--hang-after 3", "--out res", "--ranks 0", "--background", ""),
     *("--redirects 1", "--tee 2", "--local-ranks-filter 0"),
 ]
-OF_THE_GROUP = {
-    "nproc_per_node": "-n 8",
-    "backend": "--backend nccl",
-    "init_process_group": "--no-init",
-    "env": "--env A=B",
-    "max_restarts": "--max-restarts 2",
-    "monitor_interval": "--monitor-interval 1",
-    "role": "--role trainer",
-    "log_dir": "--log-dir .",
-    "shutdown_timeout": "--shutdown-timeout 9",
-    "standalone": "--standalone=false",
-    "start_method": "--start-method spawn",
-    "numa_binding": "--numa-binding node",
-    "virtual_local_rank": "--virtual-local-rank",
-    "signals_to_handle": "--signals-to-handle SIGTERM",
-    "event_log_handler": "--event-log-handler console",
-    "logs_specs": "--logs-specs mine",
-    "duplicate_stdout_filters": "--duplicate-stdout-filters a",
-    "duplicate_stderr_filters": "--duplicate-stderr-filters a",
-    "log_line_prefix_template": "--log-line-prefix-template a",
-    "nnodes": "--nnodes 2",
-    "rdzv_backend": "--rdzv-backend static",
-    "rdzv_endpoint": "--rdzv-endpoint host:29400",
-    "rdzv_id": "--rdzv-id mine",
-    "rdzv_conf": "--rdzv-conf join_timeout=5",
-    "node_rank": "--node-rank 1",
-    "master_addr": "--master-addr host",
-    "master_port": "--master-port 29500",
-    "local_addr": "--local-addr host",
-    "ports": "--ports 50000-50100",
-    "on": "--on slurm",
-    "slurm": "--slurm '-p gpu'",
-    "here": "--here",
-    "node_python": "--node-python python3",
-    "sync_env": "--sync-env",
-    "queue_timeout": "--queue-timeout 5m",
-    "node_timeout": "--node-timeout 5",
-}
 
 
 def opened(world_size: int = 2, **options: Any) -> Any:
@@ -114,22 +76,6 @@ def opened(world_size: int = 2, **options: Any) -> Any:
 @pytest.mark.parametrize("line", OF_A_CELL)
 def test_what_may_differ_from_cell_to_cell(line):
     sessions.check_cell_options(opened(), parse_line(line).options)
-
-
-@pytest.mark.parametrize("option", OF_THE_GROUP)
-def test_what_is_decided_with_the_session_cannot_be_changed_by_a_cell(option):
-    flag = OF_THE_GROUP[option].split("=")[0].split()[0]
-    with pytest.raises(nblaunch.OptionError) as caught:
-        sessions.check_cell_options(opened(), parse_line(OF_THE_GROUP[option]).options)
-    assert "--fresh" in str(caught.value)
-    assert "session 'default'" in str(caught.value)
-    assert flag in ("-n", "--standalone") or flag in str(caught.value)
-
-
-def test_every_option_is_either_of_the_cell_or_of_the_group():
-    """A new option must not be forgotten here."""
-    of_cells = {option.name for option in OPTIONS if option.scope not in {"script", "session"}}
-    assert of_cells == OF_THE_GROUP.keys() | {option.name for option in OPTIONS if option.per_cell}
 
 
 def test_a_cell_takes_from_its_session_what_it_does_not_ask_for_itself(monkeypatch):

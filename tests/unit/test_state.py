@@ -14,56 +14,7 @@ from hypothesis import strategies as st
 from nblaunch.diagnose.failures import blame, blames_a_peer, explain
 from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import GroupState, JobState, _Step
-from nblaunch.protocol.messages import (
-    Aborted,
-    Arrived,
-    Asked,
-    AttemptStarted,
-    Cleared,
-    ClockAsked,
-    Colored,
-    Displayed,
-    EngineState,
-    EngineStatus,
-    Entered,
-    Exited,
-    FailureRecord,
-    Finishing,
-    FrameRecord,
-    Hello,
-    Illustrated,
-    InterruptSeen,
-    JobAssigned,
-    JobSent,
-    Logged,
-    Measured,
-    Names,
-    NodesJoined,
-    Noticed,
-    Offsets,
-    Payload,
-    Phase,
-    Preempted,
-    Preempting,
-    Printed,
-    Profiled,
-    Raised,
-    RankNotice,
-    RankPlace,
-    Reached,
-    Recovered,
-    Returned,
-    RunEnded,
-    RunPreempted,
-    Started,
-    Stream,
-    Switched,
-    Unreadable,
-    Unwritten,
-    Usage,
-    Waiting,
-    Where,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.reports import HangReport, LocatedAll
 from nblaunch.protocol.state import Message, RunState, State, advance
 from nblaunch.protocol.transcript import (
@@ -89,95 +40,99 @@ TIMES = st.floats(0, 100)
 TEXTS = st.text(max_size=8)
 EXITCODES = st.integers(-70, 300)
 FAILURES = st.builds(
-    FailureRecord,
+    wire.FailureRecord,
     type=st.sampled_from(["builtins.ValueError", "builtins.RuntimeError", "ProcessExited"]),
     message=st.sampled_from(["boom", "Connection closed by peer", ""]),
     exitcode=EXITCODES,
     time=TIMES,
-    phase=st.sampled_from(Phase),
+    phase=st.sampled_from(wire.Phase),
 )
-PAYLOADS = st.builds(Payload, sizes=st.just((1,)), inline=st.binary(max_size=2))
+PAYLOADS = st.builds(wire.Payload, sizes=st.just((1,)), inline=st.binary(max_size=2))
 PLACES = st.builds(
-    RankPlace,
+    wire.RankPlace,
     local_rank=RANKS,
     node=TEXTS,
     device=TEXTS,
     pid=st.integers(1, 99),
-    phase=st.sampled_from(Phase),
+    phase=st.sampled_from(wire.Phase),
 )
 REPORTS = st.builds(
     HangReport, groups=st.just(()), collectives=st.just({}), silent=st.dictionaries(RANKS, TEXTS, max_size=2)
 )
 ENGINE_SAYS = st.builds(
-    EngineStatus,
+    wire.EngineStatus,
     engine=st.sampled_from(["slurm", "join"]),
-    state=st.sampled_from(EngineState),
+    state=st.sampled_from(wire.EngineState),
     words=TEXTS,
     starts=st.none() | TIMES,
     hosts=st.lists(TEXTS, max_size=2).map(tuple),
     joined=st.integers(0, 2),
 )
-USAGES = st.builds(Usage, cpu_percent=TIMES, memory=st.integers(0, 99))
+USAGES = st.builds(wire.Usage, cpu_percent=TIMES, memory=st.integers(0, 99))
 STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
-    Hello: st.builds(
-        Hello, rank=RANKS, token=TEXTS, attempt=st.integers(-1, 3), local_rank=RANKS, world_size=RANKS,
+    wire.Hello: st.builds(
+        wire.Hello, rank=RANKS, token=TEXTS, attempt=st.integers(-1, 3), local_rank=RANKS, world_size=RANKS,
         node=TEXTS, pid=st.integers(1, 99),
     ),
-    Entered: st.builds(Entered, rank=RANKS, phase=st.sampled_from(Phase), device=TEXTS),
-    Started: st.builds(Started, rank=RANKS, time=TIMES),
-    Displayed: st.builds(
-        Displayed, rank=RANKS, data=st.dictionaries(TEXTS, TEXTS, max_size=1), update=st.booleans(),
+    wire.Entered: st.builds(wire.Entered, rank=RANKS, phase=st.sampled_from(wire.Phase), device=TEXTS),
+    wire.Started: st.builds(wire.Started, rank=RANKS, time=TIMES),
+    wire.Displayed: st.builds(
+        wire.Displayed, rank=RANKS, data=st.dictionaries(TEXTS, TEXTS, max_size=1), update=st.booleans(),
         transient=st.sampled_from([{}, {"display_id": "a"}, {"display_id": 7}]),
     ),
-    Cleared: st.builds(Cleared, rank=RANKS, wait=st.booleans()),
-    Switched: st.builds(Switched, rank=RANKS, moments=st.just((Offsets(),))),
-    Logged: st.builds(
-        Logged, rank=RANKS, names=st.lists(TEXTS, max_size=2).map(tuple),
+    wire.Cleared: st.builds(wire.Cleared, rank=RANKS, wait=st.booleans()),
+    wire.Switched: st.builds(wire.Switched, rank=RANKS, moments=st.just((wire.Offsets(),))),
+    wire.Logged: st.builds(
+        wire.Logged, rank=RANKS, names=st.lists(TEXTS, max_size=2).map(tuple),
         which=st.sampled_from([b"", b"\0\0", b"\1\0"]), steps=st.binary(min_size=8, max_size=8),
         times=st.binary(min_size=8, max_size=8), values=st.binary(min_size=7, max_size=8),
     ),
-    Returned: st.builds(Returned, rank=RANKS, value=PAYLOADS, time=TIMES, text=TEXTS),
-    Raised: st.builds(Raised, rank=RANKS, failure=FAILURES),
-    Finishing: st.builds(
-        Finishing, rank=RANKS, what=TEXTS, offsets=st.sampled_from([None, Offsets()])
+    wire.Returned: st.builds(wire.Returned, rank=RANKS, value=PAYLOADS, time=TIMES, text=TEXTS),
+    wire.Raised: st.builds(wire.Raised, rank=RANKS, failure=FAILURES),
+    wire.Finishing: st.builds(
+        wire.Finishing, rank=RANKS, what=TEXTS, offsets=st.sampled_from([None, wire.Offsets()])
     ),
-    Colored: st.builds(Colored, rank=RANKS, text=TEXTS),
-    Where: st.builds(Where, rank=RANKS, frames=st.just(())),
-    Aborted: st.builds(Aborted, rank=RANKS),
-    Reached: st.builds(Reached, rank=RANKS, collectives=st.integers(0, 99)),
-    Arrived: st.builds(Arrived, rank=RANKS),
-    RankNotice: st.builds(RankNotice, rank=RANKS, text=TEXTS),
-    Unwritten: st.builds(Unwritten, rank=RANKS, size=st.integers(1, 99)),
-    Names: st.builds(Names, rank=RANKS, names=st.just(("x",))),
-    Asked: st.builds(Asked, rank=RANKS, number=st.integers(0, 3), prompt=TEXTS, password=st.booleans()),
-    Recovered: st.builds(Recovered, rank=RANKS, number=st.integers(0, 3), error=TEXTS),
-    InterruptSeen: st.builds(InterruptSeen, rank=RANKS, number=st.integers(0, 3)),
-    Printed: st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=TEXTS),
-    Exited: st.builds(
-        Exited, rank=RANKS, exitcode=EXITCODES, time=TIMES, expected=st.booleans(), reason=TEXTS,
+    wire.Colored: st.builds(wire.Colored, rank=RANKS, text=TEXTS),
+    wire.Where: st.builds(wire.Where, rank=RANKS, frames=st.just(())),
+    wire.Aborted: st.builds(wire.Aborted, rank=RANKS),
+    wire.Reached: st.builds(wire.Reached, rank=RANKS, collectives=st.integers(0, 99)),
+    wire.Arrived: st.builds(wire.Arrived, rank=RANKS),
+    wire.RankNotice: st.builds(wire.RankNotice, rank=RANKS, text=TEXTS),
+    wire.Unwritten: st.builds(wire.Unwritten, rank=RANKS, size=st.integers(1, 99)),
+    wire.Names: st.builds(wire.Names, rank=RANKS, names=st.just(("x",))),
+    wire.Asked: st.builds(
+        wire.Asked, rank=RANKS, number=st.integers(0, 3), prompt=TEXTS, password=st.booleans()
     ),
-    AttemptStarted: st.builds(
-        AttemptStarted, number=st.integers(-1, 3), world_size=st.integers(-1, 5), time=TIMES, reason=TEXTS,
-        pids=st.dictionaries(RANKS, st.integers(1, 99), max_size=2),
+    wire.Recovered: st.builds(wire.Recovered, rank=RANKS, number=st.integers(0, 3), error=TEXTS),
+    wire.InterruptSeen: st.builds(wire.InterruptSeen, rank=RANKS, number=st.integers(0, 3)),
+    wire.Printed: st.builds(wire.Printed, rank=RANKS, stream=st.sampled_from(wire.Stream), text=TEXTS),
+    wire.Exited: st.builds(
+        wire.Exited, rank=RANKS, exitcode=EXITCODES, time=TIMES, expected=st.booleans(), reason=TEXTS,
     ),
-    JobAssigned: st.builds(
-        JobAssigned, ranks=st.dictionaries(RANKS, PLACES, max_size=3), attempt=st.integers(-1, 3)
+    wire.AttemptStarted: st.builds(
+        wire.AttemptStarted, number=st.integers(-1, 3), world_size=st.integers(-1, 5), time=TIMES,
+        reason=TEXTS, pids=st.dictionaries(RANKS, st.integers(1, 99), max_size=2),
     ),
-    JobSent: st.builds(JobSent, ranks=st.lists(RANKS, max_size=3).map(tuple)),
+    wire.JobAssigned: st.builds(
+        wire.JobAssigned, ranks=st.dictionaries(RANKS, PLACES, max_size=3), attempt=st.integers(-1, 3)
+    ),
+    wire.JobSent: st.builds(wire.JobSent, ranks=st.lists(RANKS, max_size=3).map(tuple)),
     LocatedAll: st.builds(LocatedAll, report=REPORTS),
-    EngineStatus: ENGINE_SAYS,
-    NodesJoined: st.builds(NodesJoined, state=st.sampled_from(EngineState), joined=st.integers(0, 2)),
-    Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
-    Noticed: st.builds(Noticed, text=TEXTS),
-    Waiting: st.builds(Waiting, ranks=st.dictionaries(RANKS, TEXTS, max_size=3)),
-    Unreadable: st.builds(Unreadable, rank=RANKS, failure=FAILURES),
-    Profiled: st.builds(Profiled, rank=RANKS, data=PAYLOADS),
-    ClockAsked: st.builds(ClockAsked, rank=RANKS, number=st.integers(0, 3)),
-    Illustrated: st.builds(Illustrated, text=TEXTS, html=TEXTS),
-    RunEnded: st.builds(RunEnded, time=TIMES, stopped=st.booleans()),
-    RunPreempted: st.builds(RunPreempted, why=TEXTS),
-    Preempting: st.builds(Preempting, rank=RANKS),
-    Preempted: st.builds(Preempted, rank=RANKS),
+    wire.EngineStatus: ENGINE_SAYS,
+    wire.NodesJoined: st.builds(
+        wire.NodesJoined, state=st.sampled_from(wire.EngineState), joined=st.integers(0, 2)
+    ),
+    wire.Measured: st.builds(wire.Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
+    wire.Noticed: st.builds(wire.Noticed, text=TEXTS),
+    wire.Waiting: st.builds(wire.Waiting, ranks=st.dictionaries(RANKS, TEXTS, max_size=3)),
+    wire.Unreadable: st.builds(wire.Unreadable, rank=RANKS, failure=FAILURES),
+    wire.Profiled: st.builds(wire.Profiled, rank=RANKS, data=PAYLOADS),
+    wire.ClockAsked: st.builds(wire.ClockAsked, rank=RANKS, number=st.integers(0, 3)),
+    wire.Illustrated: st.builds(wire.Illustrated, text=TEXTS, html=TEXTS),
+    wire.RunEnded: st.builds(wire.RunEnded, time=TIMES, stopped=st.booleans()),
+    wire.RunPreempted: st.builds(wire.RunPreempted, why=TEXTS),
+    wire.Preempting: st.builds(wire.Preempting, rank=RANKS),
+    wire.Preempted: st.builds(wire.Preempted, rank=RANKS),
 }  # fmt: skip
 MESSAGES = st.one_of(list(STRATEGIES.values()))
 HISTORIES = st.lists(MESSAGES, max_size=40)
@@ -204,7 +159,7 @@ def test_any_messages_in_any_order_fold_without_an_exception(messages):
         look_at(state)
 
 
-ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Colored]
+ENDINGS = [wire.Returned, wire.Raised, wire.Exited, wire.RunEnded, wire.Started, wire.Hello, wire.Colored]
 
 
 @given(st.lists(st.one_of([STRATEGIES[kind] for kind in ENDINGS]), min_size=10, max_size=40), HISTORIES)
@@ -216,7 +171,7 @@ def test_a_final_state_is_final_until_the_next_attempt(endings, messages):
             continue
         if after.ranks.keys() != before.ranks.keys():  # nodes have met, or the job is given: no rank began
             assert {known.state for known in before.ranks.values()} <= {State.INIT}
-            assert isinstance(message, JobAssigned) or after.ranks.keys() > before.ranks.keys()
+            assert isinstance(message, wire.JobAssigned) or after.ranks.keys() > before.ranks.keys()
         for rank, known in before.ranks.items():
             if known.state.final:
                 now = after.ranks[rank]
@@ -258,7 +213,7 @@ def test_a_message_of_one_rank_changes_that_rank_alone(messages, message):
 
 @given(HISTORIES, st.booleans())
 def test_when_the_run_has_ended_every_rank_is_in_a_final_state(messages, stopped):
-    state = advance(folded(messages)[-1], RunEnded(time=1.0, stopped=stopped))
+    state = advance(folded(messages)[-1], wire.RunEnded(time=1.0, stopped=stopped))
     assert state.finished
     assert all(rank.state.final for rank in state.ranks.values())
 
@@ -274,11 +229,11 @@ def test_no_attempt_is_lost_and_each_is_there_once(messages):
 # --- the life of a rank ----------------------------------------------------------------------------
 
 
-HELLO = Hello(rank=0, token="", attempt=0, local_rank=0, world_size=1, node="n", pid=5)
-STARTED = Started(rank=0, time=1.0)
-RETURNED = Returned(rank=0, value=Payload(sizes=()), time=2.0, text="7")
-BOOM = FailureRecord(type="builtins.ValueError", message="boom", exitcode=1, time=2.0)
-RAISED = Raised(rank=0, failure=BOOM)
+HELLO = wire.Hello(rank=0, token="", attempt=0, local_rank=0, world_size=1, node="n", pid=5)
+STARTED = wire.Started(rank=0, time=1.0)
+RETURNED = wire.Returned(rank=0, value=wire.Payload(sizes=()), time=2.0, text="7")
+BOOM = wire.FailureRecord(type="builtins.ValueError", message="boom", exitcode=1, time=2.0)
+RAISED = wire.Raised(rank=0, failure=BOOM)
 
 
 def rank_after(*messages):
@@ -289,24 +244,24 @@ def rank_after(*messages):
     ("messages", "state"),
     [
         ([], State.INIT),
-        ([AttemptStarted(number=0, world_size=1, time=0.0)], State.STARTING),
+        ([wire.AttemptStarted(number=0, world_size=1, time=0.0)], State.STARTING),
         ([HELLO], State.STARTING),
-        ([HELLO, Entered(rank=0, phase=Phase.READY)], State.STARTING),
+        ([HELLO, wire.Entered(rank=0, phase=wire.Phase.READY)], State.STARTING),
         ([HELLO, STARTED], State.RUNNING),
         ([HELLO, STARTED, RETURNED], State.SUCCEEDED),
         ([HELLO, STARTED, RAISED], State.FAILED),
-        ([HELLO, STARTED, Exited(rank=0, exitcode=0, time=3.0)], State.FAILED),
-        ([HELLO, STARTED, Exited(rank=0, exitcode=-9, time=3.0)], State.FAILED),
-        ([HELLO, STARTED, Exited(rank=0, exitcode=-15, time=3.0, expected=True)], State.STOPPED),
-        ([HELLO, STARTED, RunEnded(time=3.0)], State.STOPPED),
-        ([HELLO, STARTED, RunEnded(time=3.0, stopped=False)], State.LOST),
-        ([HELLO, STARTED, RETURNED, Exited(rank=0, exitcode=0, time=3.0)], State.SUCCEEDED),
-        ([HELLO, STARTED, RETURNED, RunEnded(time=3.0, stopped=False)], State.SUCCEEDED),
+        ([HELLO, STARTED, wire.Exited(rank=0, exitcode=0, time=3.0)], State.FAILED),
+        ([HELLO, STARTED, wire.Exited(rank=0, exitcode=-9, time=3.0)], State.FAILED),
+        ([HELLO, STARTED, wire.Exited(rank=0, exitcode=-15, time=3.0, expected=True)], State.STOPPED),
+        ([HELLO, STARTED, wire.RunEnded(time=3.0)], State.STOPPED),
+        ([HELLO, STARTED, wire.RunEnded(time=3.0, stopped=False)], State.LOST),
+        ([HELLO, STARTED, RETURNED, wire.Exited(rank=0, exitcode=0, time=3.0)], State.SUCCEEDED),
+        ([HELLO, STARTED, RETURNED, wire.RunEnded(time=3.0, stopped=False)], State.SUCCEEDED),
         ([STARTED, HELLO], State.RUNNING),
         ([RETURNED, STARTED, HELLO], State.SUCCEEDED),
-        ([HELLO, STARTED, RETURNED, AttemptStarted(number=1, world_size=1, time=4.0)], State.STARTING),
-        ([AttemptStarted(number=1, world_size=1, time=4.0), AttemptStarted(number=0, world_size=1, time=0.0),
-          STARTED], State.RUNNING),
+        ([HELLO, STARTED, RETURNED, wire.AttemptStarted(number=1, world_size=1, time=4.0)], State.STARTING),
+        ([wire.AttemptStarted(number=1, world_size=1, time=4.0),
+          wire.AttemptStarted(number=0, world_size=1, time=0.0), STARTED], State.RUNNING),
     ],
 )  # fmt: skip
 def test_a_rank_is_in_the_state_that_its_messages_say(messages, state):
@@ -314,23 +269,23 @@ def test_a_rank_is_in_the_state_that_its_messages_say(messages, state):
 
 
 def test_a_rank_that_ends_without_a_value_has_failed_whatever_its_exit_code():
-    failure = rank_after(HELLO, STARTED, Exited(rank=0, exitcode=0, time=3.0)).failure
+    failure = rank_after(HELLO, STARTED, wire.Exited(rank=0, exitcode=0, time=3.0)).failure
     assert failure is not None
     assert failure.message == "ended with exit code 0 but returned no value (os._exit?)"
-    assert failure.phase is Phase.JOB
-    killed = rank_after(HELLO, STARTED, Exited(rank=0, exitcode=-9, time=3.0)).failure
+    assert failure.phase is wire.Phase.JOB
+    killed = rank_after(HELLO, STARTED, wire.Exited(rank=0, exitcode=-9, time=3.0)).failure
     assert killed is not None
     assert (killed.message, killed.exitcode, killed.time) == ("was killed by SIGKILL", -9, 3.0)
 
 
 def test_a_reason_that_was_found_for_an_end_is_the_failures():
-    exited = Exited(rank=0, exitcode=-9, time=3.0, reason="ran out of memory", details="dmesg")
+    exited = wire.Exited(rank=0, exitcode=-9, time=3.0, reason="ran out of memory", details="dmesg")
     failure = rank_after(HELLO, STARTED, exited).failure
     assert failure is not None
     assert (failure.message, failure.traceback) == ("ran out of memory", "dmesg")
 
 
-SAVES = Finishing(rank=0, what="thread save")
+SAVES = wire.Finishing(rank=0, what="thread save")
 
 
 @pytest.mark.parametrize(
@@ -338,10 +293,10 @@ SAVES = Finishing(rank=0, what="thread save")
     [
         [SAVES, RETURNED],
         [SAVES, RAISED],
-        [RAISED, SAVES, Finishing(rank=0, what="", offsets=Offsets())],
-        [RAISED, SAVES, Exited(rank=0, exitcode=1, time=3.0)],
-        [SAVES, Exited(rank=0, exitcode=-15, time=3.0, expected=True)],
-        [RAISED, SAVES, RunEnded(time=3.0)],
+        [RAISED, SAVES, wire.Finishing(rank=0, what="", offsets=wire.Offsets())],
+        [RAISED, SAVES, wire.Exited(rank=0, exitcode=1, time=3.0)],
+        [SAVES, wire.Exited(rank=0, exitcode=-15, time=3.0, expected=True)],
+        [RAISED, SAVES, wire.RunEnded(time=3.0)],
     ],
     ids=["returned", "raised", "over", "gone", "stopped", "given up"],
 )
@@ -351,38 +306,40 @@ def test_what_a_rank_finishes_is_known_until_it_has(messages):
 
 
 def test_a_rank_that_breaks_after_its_value_was_here_is_a_warning():
-    broken = rank_after(HELLO, STARTED, RETURNED, Exited(rank=0, exitcode=-11, time=3.0))
+    broken = rank_after(HELLO, STARTED, RETURNED, wire.Exited(rank=0, exitcode=-11, time=3.0))
     assert (broken.state, broken.exitcode) == (State.SUCCEEDED, -11)
     assert "SIGSEGV" in broken.warning
-    assert rank_after(HELLO, STARTED, RETURNED, Exited(rank=0, exitcode=0, time=3.0)).warning == ""
-    expected = Exited(rank=0, exitcode=-15, time=3.0, expected=True)
+    assert rank_after(HELLO, STARTED, RETURNED, wire.Exited(rank=0, exitcode=0, time=3.0)).warning == ""
+    expected = wire.Exited(rank=0, exitcode=-15, time=3.0, expected=True)
     assert rank_after(HELLO, STARTED, RETURNED, expected).warning == ""
 
 
 def test_the_traceback_in_colours_joins_the_failure_that_came_before_it():
-    shown = rank_after(HELLO, STARTED, RAISED, Colored(rank=0, text="colours"))
+    shown = rank_after(HELLO, STARTED, RAISED, wire.Colored(rank=0, text="colours"))
     assert shown.failure is not None
     assert (shown.failure.colored, shown.failure.message) == ("colours", "boom")
-    assert rank_after(HELLO, STARTED, Colored(rank=0, text="colours")).failure is None
+    assert rank_after(HELLO, STARTED, wire.Colored(rank=0, text="colours")).failure is None
 
 
 def test_a_rank_whose_value_cannot_be_unpickled_has_failed_after_all_and_no_other_has():
-    unreadable = Unreadable(rank=0, failure=BOOM)
+    unreadable = wire.Unreadable(rank=0, failure=BOOM)
     failed = rank_after(HELLO, STARTED, RETURNED, unreadable)
     assert (failed.state, failed.failure, failed.ended) == (State.FAILED, BOOM, 2.0)
-    for messages in ([HELLO, STARTED], [HELLO, STARTED, Exited(rank=0, exitcode=-9, time=3.0)]):
+    for messages in ([HELLO, STARTED], [HELLO, STARTED, wire.Exited(rank=0, exitcode=-9, time=3.0)]):
         assert rank_after(*messages, unreadable) == rank_after(*messages)
 
 
 def test_output_is_taken_also_after_the_end():
     """It may be read from the log files after the rank's own last word."""
-    rank = rank_after(STARTED, RETURNED, Printed(rank=0, stream=Stream.STDOUT, text="late"))
-    assert rank.transcript.entries == (Text(Stream.STDOUT, "late"),)
+    rank = rank_after(STARTED, RETURNED, wire.Printed(rank=0, stream=wire.Stream.STDOUT, text="late"))
+    assert rank.transcript.entries == (Text(wire.Stream.STDOUT, "late"),)
 
 
 def test_a_new_attempt_begins_anew_and_keeps_the_old_one():
     state = folded([HELLO, STARTED, RAISED], RunState.fresh(1))[-1]
-    state = advance(state, AttemptStarted(number=1, world_size=2, time=5.0, reason="failure", pids={1: 9}))
+    state = advance(
+        state, wire.AttemptStarted(number=1, world_size=2, time=5.0, reason="failure", pids={1: 9})
+    )
     assert [rank.state for rank in state.ranks.values()] == [State.STARTING] * 2
     assert (state.world_size, state.ranks[1].pid, state.ranks[0].failure) == (2, 9, None)
     first, second = state.attempts
@@ -391,9 +348,9 @@ def test_a_new_attempt_begins_anew_and_keeps_the_old_one():
 
 
 def test_what_an_engine_said_last_is_kept_over_attempts():
-    waiting = EngineStatus(
+    waiting = wire.EngineStatus(
         engine="slurm",
-        state=EngineState.WAITING,
+        state=wire.EngineState.WAITING,
         id="3",
         words="PENDING",
         reason="Resources",
@@ -404,12 +361,14 @@ def test_what_an_engine_said_last_is_kept_over_attempts():
     state = advance(RunState.fresh(WORLD), waiting)
     assert state.where == "waiting for slurm: job 3 PENDING (Resources), priority 7, 1 of 2 nodes here"
     assert advance(state, waiting) is state
-    state = advance(state, AttemptStarted(number=1, world_size=WORLD, time=2.0))
+    state = advance(state, wire.AttemptStarted(number=1, world_size=WORLD, time=2.0))
     assert state.engine == waiting
     assert state.where == "ranks 0-2 phase 'fork'", "the ranks are there"
-    here = msgspec.structs.replace(waiting, state=EngineState.RUNNING, joined=2)
-    assert advance(state, NodesJoined(state=EngineState.RUNNING, joined=2)).engine == here
-    assert advance(RunState.fresh(1), NodesJoined(state=EngineState.RUNNING, joined=2)).engine is None
+    here = msgspec.structs.replace(waiting, state=wire.EngineState.RUNNING, joined=2)
+    assert advance(state, wire.NodesJoined(state=wire.EngineState.RUNNING, joined=2)).engine == here
+    assert (
+        advance(RunState.fresh(1), wire.NodesJoined(state=wire.EngineState.RUNNING, joined=2)).engine is None
+    )
     assert advance(RunState.fresh(1), here).where == "rank 0 phase 'fork'"
 
 
@@ -437,22 +396,22 @@ def test_a_run_of_some_ranks_has_those_alone():
 def test_a_run_is_summed_up_in_one_word(states, summary):
     reach: dict[str, list[Message]] = {
         "INIT": [],
-        "STARTING": [Hello(rank=0, token="", attempt=0, local_rank=0, world_size=2, node="n", pid=5)],
+        "STARTING": [wire.Hello(rank=0, token="", attempt=0, local_rank=0, world_size=2, node="n", pid=5)],
         "RUNNING": [STARTED],
         "SUCCEEDED": [RETURNED],
         "FAILED": [RAISED],
-        "STOPPED": [Exited(rank=0, exitcode=-15, time=1.0, expected=True)],
+        "STOPPED": [wire.Exited(rank=0, exitcode=-15, time=1.0, expected=True)],
         "LOST": [],
     }
     first, second = states.split()
     messages = [*reach[first], *(_for_rank_1(each) for each in reach[second])]
     state = folded(messages, RunState.fresh(2))[-1]
     if "LOST" in states:
-        state = advance(state, RunEnded(time=9.0, stopped=False))
+        state = advance(state, wire.RunEnded(time=9.0, stopped=False))
     assert [str(rank.state) for rank in state.ranks.values()] == [first, second]
     assert state.summary == summary
     ended = state.finished and summary != "SUCCEEDED"
-    assert advance(state, RunPreempted(why="time limit")).summary == ("PREEMPTED" if ended else summary)
+    assert advance(state, wire.RunPreempted(why="time limit")).summary == ("PREEMPTED" if ended else summary)
 
 
 def _for_rank_1(message):
@@ -464,7 +423,7 @@ def _for_rank_1(message):
 
 LIMIT = HEAD_CHARACTERS + TAIL_CHARACTERS + 2 * CHUNK_CHARACTERS
 SIZES = st.sampled_from([1, 3, 80, 1000, 4095, 4096, 4097, 30_000, 70_000])
-PIECES = st.lists(st.tuples(st.sampled_from(Stream), SIZES), max_size=12)
+PIECES = st.lists(st.tuples(st.sampled_from(wire.Stream), SIZES), max_size=12)
 
 
 def text_of(sizes):
@@ -491,8 +450,8 @@ def characters(entries):
 
 
 @given(PIECES)
-@example([(Stream.STDOUT, 200_000)])
-@example([(Stream.STDOUT, 1), (Stream.STDERR, 1)] * 5000)
+@example([(wire.Stream.STDOUT, 200_000)])
+@example([(wire.Stream.STDOUT, 1), (wire.Stream.STDERR, 1)] * 5000)
 @settings(max_examples=max(5, settings.default.max_examples // 12))
 def test_a_transcript_is_bounded_and_holds_the_head_and_the_tail_of_what_was_printed(sizes):
     pieces = list(text_of(sizes))
@@ -521,28 +480,35 @@ def test_what_is_kept_does_not_depend_on_the_pieces_in_which_it_came(sizes, data
 
 
 def test_little_output_is_kept_whole():
-    transcript = put([(Stream.STDOUT, "a"), (Stream.STDERR, "b"), (Stream.STDERR, "c"), (Stream.STDOUT, "")])
-    assert transcript.entries == (Text(Stream.STDOUT, "a"), Text(Stream.STDERR, "bc"))
+    transcript = put(
+        [
+            (wire.Stream.STDOUT, "a"),
+            (wire.Stream.STDERR, "b"),
+            (wire.Stream.STDERR, "c"),
+            (wire.Stream.STDOUT, ""),
+        ]
+    )
+    assert transcript.entries == (Text(wire.Stream.STDOUT, "a"), Text(wire.Stream.STDERR, "bc"))
     assert transcript.omitted == 0
 
 
 def test_displays_are_bounded_too_and_keep_their_place():
-    transcript = put([(Stream.STDOUT, "before")])
+    transcript = put([(wire.Stream.STDOUT, "before")])
     for number in range(1000):
-        transcript = displayed(transcript, Displayed(rank=0, data={"n": number}))
-    transcript = printed(transcript, Stream.STDOUT, "after")
+        transcript = displayed(transcript, wire.Displayed(rank=0, data={"n": number}))
+    transcript = printed(transcript, wire.Stream.STDOUT, "after")
     numbers = [each.data["n"] for each in transcript.displays]
     assert len(numbers) + transcript.omitted_displays == 1000
     assert len(numbers) <= MAXIMUM_DISPLAYS + HEAD_CHARACTERS // 100
     assert numbers == sorted(numbers)
     assert numbers[-1] == 999
-    assert transcript.entries[0] == Text(Stream.STDOUT, "before")
-    assert transcript.entries[-1] == Text(Stream.STDOUT, "after")
+    assert transcript.entries[0] == Text(wire.Stream.STDOUT, "before")
+    assert transcript.entries[-1] == Text(wire.Stream.STDOUT, "after")
 
 
 def display(number, display_id=None, *, update=False):
     transient = {} if display_id is None else {"display_id": display_id}
-    return Displayed(rank=0, data={"n": number}, transient=transient, update=update)
+    return wire.Displayed(rank=0, data={"n": number}, transient=transient, update=update)
 
 
 def test_an_update_changes_the_display_of_its_id_in_its_place():
@@ -555,11 +521,11 @@ def test_an_update_changes_the_display_of_its_id_in_its_place():
 
 
 def test_clearing_takes_effect_at_once_or_with_the_next_output():
-    transcript = put([(Stream.STDOUT, "old")])
+    transcript = put([(wire.Stream.STDOUT, "old")])
     assert cleared(transcript, wait=False).entries == ()
     waiting = cleared(transcript, wait=True)
     assert waiting.entries == transcript.entries
-    assert printed(waiting, Stream.STDOUT, "new").entries == (Text(Stream.STDOUT, "new"),)
+    assert printed(waiting, wire.Stream.STDOUT, "new").entries == (Text(wire.Stream.STDOUT, "new"),)
     assert displayed(waiting, display(1)).entries == (Display({"n": 1}),)
 
 
@@ -578,13 +544,13 @@ def test_clearing_takes_effect_at_once_or_with_the_next_output():
     ],
 )
 def test_the_last_line_is_what_a_terminal_would_show_last(pieces, last):
-    shown = last_line(put([(Stream.STDOUT, text) for text in pieces]))
+    shown = last_line(put([(wire.Stream.STDOUT, text) for text in pieces]))
     # Of a long line only the end is drawn.
     assert shown == last or last.endswith(shown.removeprefix("… "))
 
 
 def test_a_last_line_that_was_read_whole_is_not_marked_as_cut():
-    pieces = [(Stream.STDERR, "before\n"), (Stream.STDOUT, "x" * 1999 + "\n")]
+    pieces = [(wire.Stream.STDERR, "before\n"), (wire.Stream.STDOUT, "x" * 1999 + "\n")]
     assert last_line(put(pieces)) == "x" * 1999
 
 
@@ -620,7 +586,9 @@ OWN = st.sampled_from(
 
 def records(kinds):
     return st.builds(
-        lambda kind, time: FailureRecord(type=kind[0], message=kind[1], time=time), kinds, st.floats(0, 10)
+        lambda kind, time: wire.FailureRecord(type=kind[0], message=kind[1], time=time),
+        kinds,
+        st.floats(0, 10),
     )
 
 
@@ -657,8 +625,10 @@ def test_where_all_blame_a_peer_the_first_in_time_is_the_cause(failures):
 
 
 def test_a_rank_that_the_agent_stopped_is_a_consequence():
-    stopped = FailureRecord(type="ProcessExited", message="was killed by SIGTERM", exitcode=-15, time=1.0)
-    killed = FailureRecord(type="ProcessExited", message="was killed by SIGKILL", exitcode=-9, time=2.0)
+    stopped = wire.FailureRecord(
+        type="ProcessExited", message="was killed by SIGTERM", exitcode=-15, time=1.0
+    )
+    killed = wire.FailureRecord(type="ProcessExited", message="was killed by SIGKILL", exitcode=-9, time=2.0)
     assert blames_a_peer(stopped)
     assert [(each.rank, each.consequence_of) for each in explain({0: stopped, 1: killed})] == [
         (1, None),
@@ -694,9 +664,9 @@ def test_every_failed_rank_is_once_among_the_causes_or_the_consequences(messages
 
 def test_ranks_share_a_cause_wherever_their_files_are_and_a_consequence_whatever_the_port():
     def failing(rank, type_name, message, folder):
-        frames = (FrameRecord(f"/home/{folder}/train.py", 3, "step", ""),)
-        failure = FailureRecord(type=type_name, message=message, frames=frames, time=rank)
-        return Raised(rank=rank, failure=failure)
+        frames = (wire.FrameRecord(f"/home/{folder}/train.py", 3, "step", ""),)
+        failure = wire.FailureRecord(type=type_name, message=message, frames=frames, time=rank)
+        return wire.Raised(rank=rank, failure=failure)
 
     closed = "Connection closed by peer [127.0.0.1]"
     state = folded(
@@ -719,12 +689,12 @@ def test_ranks_share_a_cause_wherever_their_files_are_and_a_consequence_whatever
 # --- what ranks use --------------------------------------------------------------------------------
 
 
-LITTLE = Usage(cpu_percent=3.0, memory=1 << 20)
-MUCH = Usage(cpu_percent=100.0, memory=1 << 30, gpu_memory=1 << 33, gpu_percent=80)
+LITTLE = wire.Usage(cpu_percent=3.0, memory=1 << 20)
+MUCH = wire.Usage(cpu_percent=100.0, memory=1 << 30, gpu_memory=1 << 33, gpu_percent=80)
 
 
 def test_what_a_rank_uses_is_what_was_measured_last():
-    states = folded([STARTED, Measured(usages={0: LITTLE, 1: MUCH}), Measured(usages={0: MUCH})])
+    states = folded([STARTED, wire.Measured(usages={0: LITTLE, 1: MUCH}), wire.Measured(usages={0: MUCH})])
     assert [[rank.usage for rank in state.ranks.values()] for state in states[2:]] == [
         [LITTLE, MUCH, None],
         [MUCH, MUCH, None],
@@ -733,34 +703,40 @@ def test_what_a_rank_uses_is_what_was_measured_last():
 
 def test_a_measurement_that_says_nothing_new_leaves_the_state_as_it_is():
     """A view draws, and a hang is noticed, by which states differ."""
-    before, after = folded([Measured(usages={0: LITTLE}), Measured(usages={0: LITTLE, WORLD + 1: MUCH})])[1:]
+    before, after = folded(
+        [wire.Measured(usages={0: LITTLE}), wire.Measured(usages={0: LITTLE, WORLD + 1: MUCH})]
+    )[1:]
     assert after is before
 
 
 def test_a_rank_that_has_ended_is_not_measured_any_more_and_a_restarted_one_anew():
-    ended = folded([Measured(usages={0: LITTLE}), RETURNED, Measured(usages={0: MUCH})])[-1]
+    ended = folded([wire.Measured(usages={0: LITTLE}), RETURNED, wire.Measured(usages={0: MUCH})])[-1]
     assert ended.ranks[0].usage == LITTLE
-    again = advance(ended, AttemptStarted(number=1, world_size=WORLD, time=3.0))
+    again = advance(ended, wire.AttemptStarted(number=1, world_size=WORLD, time=3.0))
     assert again.ranks[0].usage is None
 
 
 def test_what_a_full_disk_did_not_take_is_one_warning_that_names_the_ranks():
-    messages = [Unwritten(rank=0, size=5), Unwritten(rank=2, size=7), Unwritten(rank=2, size=1200)]
+    messages = [
+        wire.Unwritten(rank=0, size=5),
+        wire.Unwritten(rank=2, size=7),
+        wire.Unwritten(rank=2, size=1200),
+    ]
     *_, state = folded(messages)
     where = "the disk that takes what ranks print is full (TMPDIR, --log-dir)"
     assert state.warnings == (f"{where}: 5 bytes of rank 0, 1,200 bytes of rank 2 were dropped",)
     ended = advance(state, RETURNED)
-    assert advance(ended, Unwritten(rank=0, size=9)) is ended, "what it prints then is not the job's"
+    assert advance(ended, wire.Unwritten(rank=0, size=9)) is ended, "what it prints then is not the job's"
 
 
 @given(HISTORIES, MESSAGES)
 def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
     before = folded(messages)[-1]
-    job = JobState(before, ending=Ending.of(timeout=None, hang_after=1.0, began=0.0))
+    job = JobState(before, ending=Ending.begin(timeout=None, hang_after=1.0, began=0.0))
     machine = _Step(GroupState(persistent=False, members=before, job=job), now=5.0)
     machine.fold_run(message)
     silent = machine.state.job.ending.hang.silent_since == 0.0
-    if isinstance(message, Measured | EngineStatus | NodesJoined):
+    if isinstance(message, wire.Measured | wire.EngineStatus | wire.NodesJoined):
         assert silent
     elif advance(before, message) != before:
         assert not silent

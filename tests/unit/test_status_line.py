@@ -12,9 +12,10 @@ import termios
 
 import pyte
 import pytest
+from shown_runs import err, returned, run_of
 
-from nblaunch.protocol.messages import AttemptStarted, Exited, Payload, Printed, Returned, Started, Stream
-from nblaunch.protocol.state import RunState, advance
+from nblaunch.protocol.messages import AttemptStarted, Exited
+from nblaunch.protocol.state import advance
 from nblaunch.view.summary import elapsed
 from nblaunch.view.terminal_view import Terminal
 
@@ -61,19 +62,10 @@ def screen_of(monkeypatch):
         each.close()
 
 
-def state_after(*texts, world_size=2):
-    state = RunState.fresh(world_size)
-    for rank in range(world_size):
-        state = advance(state, Started(rank=rank, time=1.0))
-    for text in texts:
-        state = advance(state, Printed(rank=0, stream=Stream.STDERR, text=text))
-    return state
-
-
 def test_the_status_says_how_many_ranks_are_how_far_since_when_and_in_which_attempt(screen_of):
     screen, seconds = screen_of(), iter([0.0, 75.9, 76.0, 77.0])
     terminal = Terminal(screen.stream, clock=lambda: next(seconds))
-    state = advance(state_after(world_size=4), Returned(rank=1, value=Payload(sizes=()), time=2.0))
+    state = advance(run_of(4), returned(1))
     terminal.draw(advance(state, Exited(rank=2, exitcode=-9, time=2.0)))
     assert screen.lines == ["", "[nblaunch] 2 running, 1 succeeded, 1 failed, 1 min 15 s"]
     state = advance(state, AttemptStarted(number=1, world_size=4, time=3.0, reason="failure"))
@@ -88,16 +80,16 @@ def test_the_status_of_a_run_that_began_before_is_as_old_as_the_run(screen_of):
     screen = screen_of()
     terminal = Terminal(screen.stream, clock=lambda: 5.0)
     terminal.open(65.0)
-    terminal.draw(state_after())
+    terminal.draw(run_of(2))
     assert screen.lines[-1].endswith("1 min 05 s")
-    terminal.close(state_after(), "the end")
+    terminal.close(run_of(2), "the end")
 
 
 @pytest.mark.parametrize("columns", [1, 2, 12, 30, 60])
 def test_the_status_is_one_line_however_narrow_the_terminal_is(screen_of, columns):
     screen = screen_of(columns)
     terminal = Terminal(screen.stream, clock=lambda: 0.0)
-    state = state_after("\r世界 50%|█████     |")
+    state = run_of(2, err(0, "\r世界 50%|█████     |"))
     terminal.draw(state)
     whole = "[nblaunch] 2 running, 0 s | rank 0: 世界 50%|█████     |"
     (blank, *status) = screen.lines
@@ -116,8 +108,8 @@ def test_a_terminal_without_cursor_movements_has_no_status_line(screen_of, monke
     monkeypatch.setenv("TERM", name)
     screen = screen_of()
     terminal = Terminal(screen.stream)
-    terminal.draw(state_after("hello\n"))
-    terminal.close(state_after("hello\n", "more"), "the end")
+    terminal.draw(run_of(2, err(0, "hello\n")))
+    terminal.close(run_of(2, err(0, "hello\n"), err(0, "more")), "the end")
     assert screen.lines == ["[rank 0] hello", "[rank 0] more", "the end"]
     assert b"\x1b" not in screen.raw
 
@@ -125,14 +117,14 @@ def test_a_terminal_without_cursor_movements_has_no_status_line(screen_of, monke
 def test_what_a_terminal_has_no_characters_for_is_a_question_mark(screen_of):
     screen = screen_of(encoding="ascii")
     terminal = Terminal(screen.stream)
-    terminal.draw(state_after("caf\u00e9 \u2588\n"))
+    terminal.draw(run_of(2, err(0, "caf\u00e9 \u2588\n")))
     assert screen.lines[0] == "[rank 0] caf? ?"
 
 
 def test_a_status_line_that_was_written_over_is_whole_again_the_next_time(screen_of):
     screen = screen_of()
     terminal = Terminal(screen.stream, clock=lambda: 0.0)
-    state = state_after("hello\n")
+    state = run_of(2, err(0, "hello\n"))
     terminal.draw(state)
     os.write(screen.stream.fileno(), b"past\nus\n")
     terminal.draw(state)

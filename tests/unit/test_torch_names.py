@@ -170,7 +170,6 @@ def test_what_is_overridden_is_still_called_with(method, parameters):
 
 
 def private_names(path: Path) -> tuple[set[str], set[str]]:
-    """Return the private attributes that a file touches, and those that it defines itself."""
     touched, defined = set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -423,7 +422,7 @@ def test_torchs_rendezvous_backs_off_as_long_as_asked_or_the_setting_is_refused_
         return
     config, store = our_rendezvous.config_of(options), HashStore()
     assert config is not None
-    backend = our_rendezvous._Signed(store, "run", config.key, threading.Event())
+    backend = our_rendezvous._SignedState(C10dRendezvousBackend(store, "run"), config.key, threading.Event())
     handler = our_rendezvous.NodesRendezvous.at(config, "run", store, backend)
     assert vars(handler._settings)["cas_backoff_max_seconds"] == 0.5
     with pytest.raises(OptionError, match="must be seconds"):

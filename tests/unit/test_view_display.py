@@ -8,23 +8,16 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from shown_runs import out, returned, run_of
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch.client.run import SilentView
-from nblaunch.protocol.messages import (
-    AttemptStarted,
-    Displayed,
-    Payload,
-    Printed,
-    Returned,
-    Started,
-    Stream,
-)
-from nblaunch.protocol.state import Message, RunState, advance
+from nblaunch.protocol.messages import Displayed, Started
+from nblaunch.protocol.state import RunState, advance
 from nblaunch.view import display
 from nblaunch.view.display import (
     GuardedView,
@@ -43,23 +36,6 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 REPOSITORY = str(Path(__file__).parents[2])
 
 HEADER = Header("cell", "gloo")
-
-
-def run_of(world_size, *messages: Message):
-    """Return the state after every rank has started and these messages have come."""
-    state = RunState.fresh(world_size)
-    begin = (Started(rank=rank, time=1.0) for rank in range(world_size))
-    for message in (AttemptStarted(number=0, world_size=world_size, time=0.0), *begin, *messages):
-        state = advance(state, message)
-    return state
-
-
-def out(rank, text):
-    return Printed(rank=rank, stream=Stream.STDOUT, text=text)
-
-
-def returned(rank, text=""):
-    return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text)
 
 
 class Terminal(io.StringIO):
@@ -84,15 +60,10 @@ def test_the_api_gets_its_view_under_a_title_and_a_backend(capsys):
     assert capsys.readouterr().out == "train · 1 rank · gloo: SUCCEEDED\n"
 
 
-def test_a_wrong_mode_is_refused():
-    with pytest.raises(OptionError, match=r"display='fancy'"):
-        choose_view(HEADER, "fancy")
-
-
-@pytest.mark.parametrize("mode", ["auto", "widget", "html", "text", None, ""])
+@pytest.mark.parametrize("mode", ["auto", "widget", "html", "text", ""])
 def test_without_a_kernel_everything_is_text(monkeypatch, mode):
-    monkeypatch.setenv("NBLAUNCH_DISPLAY", mode or "")
-    view = choose_view(HEADER, mode or None)
+    monkeypatch.setenv("NBLAUNCH_DISPLAY", mode)
+    view = choose_view(HEADER)
     assert isinstance(view, GuardedView)
     assert isinstance(view.view, TextView)
 
@@ -116,7 +87,8 @@ def test_a_panel_needs_a_kernel_with_comms(monkeypatch, mode, comm_manager, expe
     Shell.kernel.comm_manager = comm_manager  # type: ignore[attr-defined]
     monkeypatch.setattr(_notebook, "shell", Shell)
     monkeypatch.delenv(_notebook.TESTED_VARIABLE)
-    view = choose_view(HEADER, mode)
+    monkeypatch.setenv("NBLAUNCH_DISPLAY", mode)
+    view = choose_view(HEADER)
     assert isinstance(view, GuardedView)
     assert isinstance(view.view, expected)
 
@@ -199,125 +171,98 @@ def test_a_closed_standard_output_does_not_fail_the_run(monkeypatch):
     view.close(run_of(1, returned(0, "1")))
 
 
-def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monkeypatch):
-    class Panel:
-        model_id, reachable = "1", False
-
-        def __init__(self, *_):
-            self.shown, self.closed = [], 0
-
-        def show(self, delta):
-            self.shown.append(delta)
-
-        def repeat(self):
-            pass
-
-        def stop_wanted(self):
-            return False
-
-        def close(self):
-            self.closed += 1
-
-    module = type(sys)("nblaunch.view.panel")
-    vars(module)["Panel"] = Panel
-    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
-    shown: list[object] = []
-    bundles: list[dict[str, str]] = []
-
-    def show(bundle, *_, display_id, **__):
-        shown.append(display_id)
-        bundles.append(bundle)
-
-    monkeypatch.setattr("IPython.display.display", show)
-    monkeypatch.setattr("IPython.display.update_display", show)
-    now = [100.0]
-    view = WidgetView(HEADER, clock=lambda: now[0])
-    view.open(RunState.fresh(2))
-    state = run_of(2)
-    now[0] += 0.149
-    view.draw(state)
-    assert shown == []
-    now[0] += 0.001
-    view.draw(state)
-    assert len(shown) == 1
-    panel = view._panel
-    assert isinstance(panel, Panel)
-    for _ in range(100):
-        now[0] += 0.01
-        state = advance(state, out(0, f"{now[0]}\n"))
-        view.draw(state)
-    assert 9 <= len(panel.shown) <= 10
-    assert all({row[1] for row in delta["log"]["rows"]} == {"0"} for delta in panel.shown)
-    now[0] += 1
-    view.draw(state)
-    drawn = len(panel.shown)
-    now[0] += 1
-    view.draw(state)
-    assert len(panel.shown) == drawn, "nothing changed, so nothing is sent"
-    view.close(state)
-    assert shown == [shown[0], shown[0]]
-    assert panel.closed == 1
-    assert "cell · 2 ranks · gloo · 3.2 s</div>" in bundles[-1]["text/html"], "how long it took"
-    assert "3.2 s" not in bundles[-1]["text/plain"], "what is compared has no times"
-
-
-class StoppedPanel:
-    """A panel whose reader has pressed Stop again and again."""
+class FakePanel:
+    """Stands for the panel; keeps what it is shown."""
 
     model_id, reachable = "1", True
 
-    def __init__(self, *_):
-        pass
+    def __init__(self, drawing: Any, _: object) -> None:
+        self.drawing, self.shown, self.closed, self.stops = drawing, [], 0, False
 
-    def show(self, _):
-        pass
+    def show(self, delta):
+        self.shown.append(delta)
 
     def repeat(self):
         pass
 
     def stop_wanted(self):
-        return True
+        return self.stops
 
     def close(self):
-        pass
+        self.closed += 1
 
 
-def test_the_stop_button_interrupts_and_pressed_again_hurries_and_then_does_nothing(monkeypatch):
-    module = type(sys)("nblaunch.view.panel")
-    vars(module)["Panel"] = StoppedPanel
-    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
-    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
-    monkeypatch.setattr("IPython.display.update_display", lambda *_, **__: None)
-    now = [0.0]
-    view = WidgetView(HEADER, clock=lambda: now[0])
-    state = run_of(1)
-    view.open(state)
-    now[0] = 0.2
-    view.draw(state)
+class Opened:
+    """A widget view whose panel is open, the time by its clock, and the displays that it has made."""
+
+    def __init__(self, state, panel, monkeypatch):
+        module = type(sys)("nblaunch.view.panel")
+        vars(module)["Panel"] = panel
+        monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
+        self.displays: list[tuple[str, dict[str, str]]] = []
+        for name in ("display", "update_display"):
+            monkeypatch.setattr(f"IPython.display.{name}", self._display)
+        self.now = 0.0
+        self.view = WidgetView(HEADER, clock=lambda: self.now)
+        self.view.open(state)
+
+    def _display(self, bundle, *_, display_id, **__):
+        self.displays.append((display_id, bundle))
+
+    @property
+    def panel(self):
+        return self.view._panel
+
+    def draw(self, state, after=display.SECONDS_BETWEEN_DRAWS):
+        self.now += after
+        self.view.draw(state)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Give `opened(state)`: a view of the run, and a panel that stands for the page."""
+    return lambda state, panel=FakePanel: Opened(state, panel, monkeypatch)
+
+
+def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(opened):
+    page, state = opened(RunState.fresh(2)), run_of(2)
+    page.draw(state, 0.149)
+    assert page.displays == []
+    page.draw(state, 0.001)
+    assert len(page.displays) == 1
+    for _ in range(100):
+        state = advance(state, out(0, f"{page.now}\n"))
+        page.draw(state, 0.01)
+    assert 9 <= len(page.panel.shown) <= 10
+    assert all({row[1] for row in delta["log"]["rows"]} == {"0"} for delta in page.panel.shown)
+    page.draw(state, 1)
+    drawn = len(page.panel.shown)
+    page.draw(state, 1)
+    assert len(page.panel.shown) == drawn, "nothing changed, so nothing is sent"
+    page.view.close(state)
+    (first, _), (last, bundle) = page.displays
+    assert first == last
+    assert page.panel.closed == 1
+    assert "cell · 2 ranks · gloo · 3.2 s</div>" in bundle["text/html"], "how long it took"
+    assert "3.2 s" not in bundle["text/plain"], "what is compared has no times"
+
+
+def test_the_stop_button_interrupts_and_pressed_again_hurries_and_then_does_nothing(opened):
+    page = opened(run_of(1))
+    page.draw(run_of(1), 0.2)
+    page.panel.stops = True
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            view.draw(state)
-    view.draw(state)
-    view.close(state)
+            page.draw(run_of(1), 0)
+    page.draw(run_of(1), 0)
+    page.view.close(run_of(1))
 
 
-def test_a_run_that_began_before_is_as_old_as_it_is(monkeypatch):
-    shown: list[Any] = []
-    module = type(sys)("nblaunch.view.panel")
-
-    def panel(drawing: Any, _: object) -> StoppedPanel:
-        shown.append(drawing)
-        return StoppedPanel()
-
-    vars(module)["Panel"] = panel
-    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
-    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
-    view = WidgetView(HEADER, clock=lambda: 1000.0)
+def test_a_run_that_began_before_is_as_old_as_it_is(opened):
     state = advance(RunState.fresh(1, time=time.time() - 65), Started(rank=0, time=1.0))
-    view.open(state)
-    view.draw(state)
-    (drawing,) = shown
-    assert drawing.whole(1000.0)["age"] == pytest.approx(65, abs=10)
+    page = opened(state)
+    page.draw(state)
+    assert page.panel.drawing.whole(page.now)["age"] == pytest.approx(65, abs=10)
 
 
 def test_a_run_that_is_not_watched_to_its_end_says_so():
@@ -332,77 +277,45 @@ def test_the_stop_button_of_a_run_that_is_only_watched_says_so():
         assert f'aria-label="{text}"' in rows.whole(0.0)["parts"]["head"]
 
 
-class CountingPanel(StoppedPanel):
-    """A panel that counts the bytes it is shown."""
-
-    size = 0
-
-    def show(self, delta):
-        type(self).size += len(json.dumps(delta))
-
-    def stop_wanted(self):
-        return False
-
-
-@pytest.mark.parametrize(("ranks", "least"), [(2, 8_000), (256, 8_000)])
-def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(monkeypatch, ranks, least):
-    module = type(sys)("nblaunch.view.panel")
-    vars(module)["Panel"] = CountingPanel
-    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
-    monkeypatch.setattr(CountingPanel, "size", 0)
-    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
-    monkeypatch.setattr("IPython.display.update_display", lambda *_, **__: None)
-    now, seconds = [0.0], 5
-    view = WidgetView(HEADER, clock=lambda: now[0])
-    state = run_of(ranks)
-    view.open(state)
+@pytest.mark.parametrize("ranks", [2, 256])
+def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(opened, ranks):
+    seconds, state = 5, run_of(ranks)
+    page = opened(state)
     for step in range(10 * seconds):
-        now[0] += 0.1
         for rank in range(ranks):
             lines = "".join(f"step {step} line {number} of rank {rank}\n" for number in range(20))
             state = advance(state, out(rank, lines))
-        view.draw(state)
-    view.close(state)
+        page.draw(state)
+    size = sum(len(json.dumps(delta)) for delta in page.panel.shown)
     # What was saved up is sent first, and the last message before it is paid for.
-    assert least < CountingPanel.size / seconds < 60_000 < display.BYTES_PER_SECOND
+    assert 8_000 < size / seconds < 60_000 < display.BYTES_PER_SECOND
 
 
-class BusyPanel(StoppedPanel):
-    """A panel that costs a lot to draw; it remembers the lines that it was shown."""
-
-    lines: ClassVar[list[str]] = []
+class BusyPanel(FakePanel):
+    """A panel that costs a lot to draw."""
 
     def show(self, delta):
-        self.lines.extend(row[2] for row in delta["log"]["rows"])
+        super().show(delta)
         until = time.thread_time() + 0.05
         while time.thread_time() < until:
             pass
 
-    def stop_wanted(self):
-        return False
 
-
-def test_what_comes_while_the_panel_rests_is_drawn_after_that_though_nothing_follows(monkeypatch):
-    module = type(sys)("nblaunch.view.panel")
-    vars(module)["Panel"] = BusyPanel
-    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
-    monkeypatch.setattr(BusyPanel, "lines", [])
-    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
-    now = [0.0]
-    view = WidgetView(HEADER, clock=lambda: now[0])
+def test_what_comes_while_the_panel_rests_is_drawn_after_that_though_nothing_follows(opened):
     state = run_of(2)
-    view.open(state)
-    now[0] += display.PANEL_AFTER_SECONDS
-    view.draw(state)
+    page = opened(state, BusyPanel)
+    page.draw(state, display.PANEL_AFTER_SECONDS)
+
+    def lines():
+        return [row[2] for delta in page.panel.shown for row in delta["log"]["rows"]]
+
     for line in ("first", "last"):
         state = advance(state, out(0, f"{line}\n"))
-        now[0] += display.SECONDS_BETWEEN_DRAWS
-        view.draw(state)
-    assert BusyPanel.lines == ["first"], "it rests"
+        page.draw(state)
+    assert lines() == ["first"], "it rests"
     for _ in range(10):
-        now[0] += display.SECONDS_BETWEEN_DRAWS
-        view.draw(state)
-    assert BusyPanel.lines == ["first", "last"]
+        page.draw(state)
+    assert lines() == ["first", "last"]
 
 
 @pytest.fixture

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+from base64 import b64encode
 from html.parser import HTMLParser
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shown_runs import returned, run_of
 
 from nblaunch.diagnose.hang import report as hang_report
 from nblaunch.protocol.messages import (
@@ -21,13 +26,12 @@ from nblaunch.protocol.messages import (
     FrameRecord,
     JobAssigned,
     Measured,
-    Payload,
+    Noticed,
     Phase,
     Printed,
     Raised,
     RankPlace,
     Reached,
-    Returned,
     Started,
     Stream,
     Usage,
@@ -35,9 +39,10 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import LocatedAll, format_ranks
 from nblaunch.protocol.state import RunState, advance
+from nblaunch.view import html as html_view
 from nblaunch.view import panel_parts
 from nblaunch.view.output import items_of
-from nblaunch.view.panel_output import WAITING, Feed
+from nblaunch.view.panel_output import WAITING, Feed, RankNews
 from nblaunch.view.panel_parts import BEHIND, SILENT, UNFINISHED, Drawing, Stragglers, groups_of, usage_of
 from nblaunch.view.screen import WIDEST, Line
 from nblaunch.view.summary import Header
@@ -55,17 +60,11 @@ class Page:
         self.sent = 0
 
     def take(self, news, rank=0):
-        if news is None:
-            return self
-        self.sent += len(json.dumps(news, ensure_ascii=False).encode())
-        lines = news["tails"].get(str(rank))
-        if lines is None:
-            return self
-        if "clear" in lines:
-            self.pieces, self.base = {}, lines["clear"]
-        sent = lines["sent"]
-        for number, place in zip(sent[::2], sent[1::2], strict=True):
-            self.pieces[number] = news["pieces"][place]
+        self.sent += len(json.dumps(pieces_of(news), ensure_ascii=False).encode())
+        lines = news.get(rank, RankNews())
+        if lines.clear is not None:
+            self.pieces, self.base = {}, lines.clear
+        self.pieces.update(lines.sent)
         return self
 
     @property
@@ -79,12 +78,14 @@ class Page:
         return [after - before - 1 for before, after in zip([self.base - 1, *numbers], numbers, strict=False)]
 
 
+def pieces_of(news):
+    """Return what is sent: of all ranks together each piece once."""
+    return list(dict.fromkeys(piece for each in news.values() for _, piece in each.sent))
+
+
 def text_of(piece):
-    if isinstance(piece, str):
-        return piece
-    if isinstance(piece[0], str):
-        return f"<{piece[0]}>"
-    return piece[1] if isinstance(piece[1], str) else "".join(text for _, text in piece[1])
+    tag = re.match("<(img|iframe)", piece)
+    return f"<{tag[1]}>" if tag else html.unescape(re.sub("<[^>]*>", "", piece))
 
 
 def some(news):
@@ -146,17 +147,6 @@ def figure(rank=0, data=None, **more):
     return Displayed(rank=rank, data=data or FIGURE, **more)
 
 
-def run_of(world_size, *messages):
-    state = RunState.fresh(world_size)
-    for message in (*(Started(rank=rank, time=1.0) for rank in range(world_size)), *messages):
-        state = advance(state, message)
-    return state
-
-
-def returned(rank, text="", html=""):
-    return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text, html=html)
-
-
 # --- lines -------------------------------------------------------------------------------------------------
 
 CHARACTERS = st.sampled_from(
@@ -177,8 +167,8 @@ def test_a_page_shows_what_a_terminal_shows_however_the_text_comes(writes):
     while shown and not text_of(shown[-1]).strip():
         shown.pop()
     assert [text_of(piece) for piece in shown] == [line.text for line in expected]
-    streams = [not isinstance(piece, str) and piece[0] == 1 for piece in shown]
-    assert streams == [line.stream is Stream.STDERR for line in expected]
+    marked = ['title="stderr"' in piece for piece in shown]
+    assert marked == [line.stream is Stream.STDERR and line.text != "" for line in expected]
 
 
 @given(st.lists(st.integers(0, 3_000), max_size=6))
@@ -195,22 +185,25 @@ def test_lines_that_are_left_out_are_counted(bursts):
         assert sum(ticker.page.left_out) + len(ticker.page.pieces) == total
 
 
-def test_colours_are_sent_as_small_numbers_and_plain_lines_as_text():
-    news = Ticker().tick(out("plain\n\x1b[1;31mred\x1b[0m\n"), err("error\n"))
-    assert news["pieces"] == ["plain", (0, ((9, "red"),)), (1, "error")]
+def test_lines_have_their_colours_and_those_of_stderr_a_mark():
+    news = Ticker().tick(out("plain\n\x1b[1;31mred\x1b[0m\n"), err("<error>\n"))
+    plain, red, error = pieces_of(news)
+    assert plain == "plain"
+    assert re.fullmatch('<span style="color:#.*"><b>red</b></span>', red)
+    assert error == '<em title="stderr" class="nblaunch-stderr">&lt;error&gt;</em>'
 
 
 def test_what_many_ranks_print_is_sent_once():
     ticker = Ticker(8)
     news = ticker.tick(*(out("the same\nand more\n", rank) for rank in range(8)))
-    assert news["pieces"] == ["the same", "and more"]
-    assert all(lines["sent"] == [0, 0, 1, 1] for lines in news["tails"].values())
+    assert all(lines.sent == [(0, "the same"), (1, "and more")] for lines in news.values())
+    assert ticker.feed.news(ticker.state, ticker.now) == {}, "there was room for all of it"
 
 
 def test_nothing_new_is_no_message():
     ticker = Ticker(2)
-    assert ticker.tick(out("a\n")) is not None
-    assert ticker.tick() is None
+    assert ticker.tick(out("a\n"))
+    assert not ticker.tick()
 
 
 def test_a_progress_bar_is_one_line_and_only_it_is_sent():
@@ -218,7 +211,7 @@ def test_a_progress_bar_is_one_line_and_only_it_is_sent():
     ticker.tick(out("before\n"), err("\r 0%|     |"), out("after\n"))
     for step in range(50):
         news = ticker.tick(err(f"\r{step:2}%|###  |"))
-        assert [text_of(piece) for piece in news["pieces"]] == [f"{step:2}%|###  |"]
+        assert [text_of(piece) for piece in pieces_of(news)] == [f"{step:2}%|###  |"]
     assert ticker.page.texts == ["before", "49%|###  |", "after"]
 
 
@@ -233,7 +226,7 @@ def test_the_cursor_moves_up_in_later_ticks_too():
     ticker = Ticker()
     ticker.tick(out("bar one\nbar two\n"))
     news = ticker.tick(out("\x1b[2Abar 1  \n"))
-    assert news["pieces"] == ["bar 1  "]
+    assert pieces_of(news) == ["bar 1  "]
     assert ticker.page.texts == ["bar 1  ", "bar two"]
 
 
@@ -274,33 +267,46 @@ def test_a_quiet_rank_is_heard_beside_one_that_never_pauses():
 def test_displays_come_in_order_with_the_text():
     ticker = Ticker()
     ticker.tick(out("before\nhalf"), figure(), out("after\n"))
-    assert ticker.page.texts == ["before", "half", "<image>", "after"]
+    assert ticker.page.texts == ["before", "half", "<img>", "after"]
+
+
+IMAGE = '<img src="data:image/{};base64,{}" alt="{}"{} style="max-width:100%">'
+SVG = "<svg><script>1</script></svg>"
 
 
 @pytest.mark.parametrize(
     ("data", "piece"),
     [
-        ({"text/html": "<b>x</b>", "text/plain": "x"}, ("html", "<b>x</b>", "x")),
-        (FIGURE, ("image", "image/png", "iVBORw0KGgo=", "<Figure>", "", "")),
-        ({"text/latex": "$x^2$", "text/plain": "<Latex>"}, ("text", "$x^2$")),
-        ({"text/plain": "\x1b[31m<b>\x1b[0m"}, ("text", "<b>")),
-        ({"image/png": "<script>", "text/plain": "no image"}, ("text", "no image")),
-        ({"application/x": {"a": 1}}, ("text", "<application/x>")),
+        (
+            {"text/html": "<b onclick='x'>", "text/plain": "x"},
+            (
+                '<iframe class="nblaunch-frame" sandbox="allow-same-origin" '
+                'title="HTML that a rank displayed" data-html="&lt;b onclick=&#x27;x&#x27;&gt;"></iframe>'
+            ),
+        ),
+        (FIGURE, IMAGE.format("png", "iVBORw0KGgo=", "&lt;Figure&gt;", "")),
+        (
+            {"image/svg+xml": SVG},
+            IMAGE.format("svg+xml", b64encode(SVG.encode()).decode(), "&lt;image/svg+xml&gt;", ""),
+        ),
+        ({"text/latex": "$x^2$", "text/plain": "<Latex>"}, "$x^2$"),
+        ({"text/plain": "\x1b[31m<b>\x1b[0m"}, "&lt;b&gt;"),
+        ({"image/png": "<script>", "text/plain": "no image"}, "no image"),
+        ({"application/x": {"a": 1}}, "&lt;application/x&gt;"),
+        (
+            {"image/png": "A" * 4_000_000, "text/plain": "<Figure>"},
+            "&lt;Figure&gt;\n… image/png is too large to be shown before the end of the run …",
+        ),
     ],
 )
-def test_a_display_is_sent_in_its_richest_form(data, piece):
-    assert Ticker().tick(figure(data=data))["pieces"] == [piece]
+def test_a_display_is_sent_in_its_richest_form_and_as_no_markup_of_the_page(data, piece):
+    assert pieces_of(Ticker().tick(figure(data=data))) == [piece]
 
 
 def test_the_size_that_a_figure_asks_for_is_kept():
     size = {"image/png": {"width": 120, "height": "80"}}
-    (piece,) = Ticker().tick(figure(metadata=size))["pieces"]
-    assert piece[-2:] == ("120", "")
-
-
-def test_an_svg_is_an_image():
-    (piece,) = Ticker().tick(figure(data={"image/svg+xml": "<svg><script>1</script></svg>"}))["pieces"]
-    assert piece[:2] == ("image", "image/svg+xml")
+    news = Ticker().tick(figure(metadata=size))
+    assert pieces_of(news) == [IMAGE.format("png", "iVBORw0KGgo=", "&lt;Figure&gt;", ' width="120"')]
 
 
 def test_an_update_changes_the_display_where_it_is():
@@ -308,7 +314,7 @@ def test_an_update_changes_the_display_where_it_is():
     known = {"display_id": "a"}
     ticker.tick(figure(data={"text/plain": "one"}, transient=known), out("after\n"))
     ticker.tick(figure(data={"text/plain": "two"}, transient=known, update=True))
-    assert [ticker.page.pieces[number] for number in (0, 1)] == [("text", "two"), "after"]
+    assert [ticker.page.pieces[number] for number in (0, 1)] == ["two", "after"]
 
 
 def test_a_figure_that_changes_all_the_time_stays_far_below_what_the_server_takes():
@@ -321,7 +327,7 @@ def test_a_figure_that_changes_all_the_time_stays_far_below_what_the_server_take
     assert ticker.page.sent / 10 < 450_000
     for _ in range(10):
         ticker.tick()
-    assert ticker.page.pieces[0][2].startswith("0099"), "the last one is shown"
+    assert "base64,0099" in ticker.page.pieces[0], "the last one is shown"
 
 
 def test_a_display_that_has_to_wait_keeps_its_place():
@@ -329,15 +335,10 @@ def test_a_display_that_has_to_wait_keeps_its_place():
     large = {"image/png": "A" * 400_000}
     ticker.tick(figure(data=large), figure(data={"image/png": "B" * 400_000}), out("after\n"))
     assert ticker.page.pieces[1] == WAITING
-    assert ticker.page.texts == ["<image>", "<waiting>", "after"]
+    assert ticker.page.texts == ["<img>", "… a display that is on its way …", "after"]
     for _ in range(20):
         ticker.tick()
-    assert ticker.page.texts == ["<image>", "<image>", "after"]
-
-
-def test_a_display_that_is_too_large_is_named():
-    (piece,) = Ticker().tick(figure(data={"image/png": "A" * 4_000_000, "text/plain": "<Figure>"}))["pieces"]
-    assert piece == ("text", "<Figure>\n… image/png is too large to be shown before the end of the run …")
+    assert ticker.page.texts == ["<img>", "<img>", "after"]
 
 
 def test_clear_output_clears_the_page_too():
@@ -370,10 +371,9 @@ def test_a_new_attempt_begins_anew():
     ticker = Ticker(2)
     ticker.tick(out("one\n"))
     news = ticker.tick(AttemptStarted(number=1, world_size=2, time=1.0))
-    assert news is None
+    assert not news
     news = ticker.tick(out("two\n"))
-    assert news["attempt"] == 1
-    assert news["tails"]["0"]["sent"] == [0, 0]
+    assert news[0].sent == [(0, "two")]
 
 
 # --- the parts of the panel ---------------------------------------------------------------------------------
@@ -465,20 +465,33 @@ def test_the_failure_has_the_root_cause_first_with_its_traceback_in_colours():
     assert ">E</span>: boom" in shown.sent["failure"]
 
 
-def test_attempts_have_tabs_and_where_the_ranks_hang_is_told():
+def test_an_attempt_before_is_drawn_once_whatever_comes_afterwards(monkeypatch):
+    draw = Mock(wraps=html_view.attempt_before)
+    monkeypatch.setattr(html_view, "attempt_before", draw)
+    shown = Shown(
+        run_of(2, out("line\n"), Raised(rank=1, failure=FailureRecord(type="E", message="boom", time=5.0)))
+    )
+    for number in (1, 2):
+        shown.tick(AttemptStarted(number=number, world_size=2, time=9.0 * number))
+        for text in ("one", "two", "three"):
+            shown.tick(Noticed(text=f"{text} {number}"))
+        assert draw.call_count == number
+    assert shown.parts["attempts"].count("restarted") == 2
+
+
+def test_attempts_are_told_as_in_the_saved_notebook_and_where_the_ranks_hang():
     boom = FailureRecord(type="ValueError", message="boom", time=5.0)
     shown = Shown(run_of(2, out("first\nlast\n"), Raised(rank=1, failure=boom)))
-    assert "tabs" not in shown.parts
+    assert "attempts" not in shown.parts
     shown.tick(AttemptStarted(number=1, world_size=2, time=9.0))
-    tabs = shown.parts["tabs"]
-    assert tabs.count('role="tab"') == 2
-    for told in ("attempt 0: restarted: rank 1: ValueError: boom after ", "rank 0, last output: last"):
-        assert told in tabs
+    attempts = shown.parts["attempts"]
+    for told in ("attempt 0: restarted: rank 1: ValueError: boom after ", ">first\nlast<", "Root cause"):
+        assert told in attempts
     assert shown.tick() == {}
     frame = FrameRecord("Cell In[3]", 9, "<module>", "wait()")
     report = hang_report({rank: Where(rank=rank, frames=(frame,)) for rank in range(2)})
     shown.tick(LocatedAll(report=report))
-    assert shown.parts["tabs"] == tabs
+    assert shown.parts["attempts"] == attempts
     assert "[ranks 0-1] at cell line 9: wait()" in shown.parts["hang"]
 
 
@@ -524,7 +537,7 @@ HOSTILE = [
 @given(st.lists(st.sampled_from(HOSTILE), min_size=5, max_size=5))
 def test_nothing_that_a_rank_says_becomes_markup(texts):
     printed, message, value, host, title = texts
-    failure = FailureRecord(type=message, message=message, traceback=printed, time=3.0)
+    failure = FailureRecord(type=message, message=message, traceback=printed, colored=printed, time=3.0)
     state = run_of(
         2, out(printed), err(message, 1), returned(0, value, value), figure(data={"text/html": printed})
     )

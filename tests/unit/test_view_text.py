@@ -7,7 +7,9 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shown_runs import err, out, returned, run_of
 
+from nblaunch._budget import cost_of_text, fair_limit, shortened
 from nblaunch.protocol.messages import (
     AttemptStarted,
     Cleared,
@@ -17,18 +19,14 @@ from nblaunch.protocol.messages import (
     FailureRecord,
     FrameRecord,
     Hello,
-    Payload,
     Phase,
-    Printed,
     Raised,
-    Returned,
     RunEnded,
     Started,
     Stream,
 )
-from nblaunch.protocol.state import Message, RunState, advance
+from nblaunch.protocol.state import RunState, advance
 from nblaunch.protocol.transcript import Text, Transcript, displayed, printed
-from nblaunch.view.budget import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import last_line
 from nblaunch.view.screen import BOLD, ITALIC, PLAIN, UNDERLINE, Screen, colored, plain
 from nblaunch.view.summary import Header, traceback_text
@@ -45,32 +43,6 @@ BOOM = FailureRecord(
 )
 
 
-def run_of(world_size, *messages: Message, ranks=None):
-    """Return the state after every rank has started and these messages have come."""
-    state = RunState.fresh(world_size, ranks)
-    members = range(world_size) if ranks is None else ranks
-    begin = [AttemptStarted(number=0, world_size=world_size, time=0.0), *map(started, members)]
-    for message in (*begin, *messages):
-        state = advance(state, message)
-    return state
-
-
-def started(rank):
-    return Started(rank=rank, time=1.0)
-
-
-def out(rank, text):
-    return Printed(rank=rank, stream=Stream.STDOUT, text=text)
-
-
-def err(rank, text):
-    return Printed(rank=rank, stream=Stream.STDERR, text=text)
-
-
-def returned(rank, text="", html=""):
-    return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text, html=html)
-
-
 def closed_by_peer(port, time=5.1):
     message = f"[/x/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:{port}"
     return FailureRecord(type="builtins.RuntimeError", message=message, time=time)
@@ -80,34 +52,87 @@ def text_of(world_size, *messages, **options):
     return render_text(run_of(world_size, *messages, **options), HEADER)
 
 
-def test_lines_come_grouped_by_rank_in_rank_order_whatever_the_order_of_arrival():
-    text = text_of(2, out(1, "b\n"), out(0, "a\n"), out(1, "d\n"), out(0, "c\n"))
-    assert text.splitlines()[:4] == ["[rank 0] a", "[rank 0] c", "[rank 1] b", "[rank 1] d"]
+def shown(rank, **data):
+    kinds = {"png": "image/png", "plain": "text/plain"}
+    return Displayed(rank=rank, data={kinds[name]: content for name, content in data.items()})
 
 
-def test_ranks_with_equal_output_are_folded():
-    text = text_of(8, *(out(rank, "epoch 1\nepoch 2\n") for rank in range(8)))
-    assert text.splitlines()[:2] == ["[ranks 0-7] epoch 1", "[ranks 0-7] epoch 2"]
+RUNNING = "ranks 0-1: RUNNING"
+AGAIN = AttemptStarted(number=1, world_size=1, time=7.0, reason="failure")
+FIRST, SECOND = (
+    FailureRecord(type=type_, message=message, time=time)
+    for type_, message, time in (("ValueError", "first", 5.0), ("KeyError", "'second'", 6.0))
+)
+TEXTS = {
+    "lines are grouped by rank, whatever the order of arrival": (
+        (out(1, "b\n"), out(0, "a\n"), out(1, "d\n"), out(0, "c\n")),
+        ["[rank 0] a", "[rank 0] c", "[rank 1] b", "[rank 1] d", RUNNING],
+    ),
+    "ranks with equal output are folded": (
+        (out(0, "epoch 1\nepoch 2\n"), out(1, "epoch 1\nepoch 2\n")),
+        ["[ranks 0-1] epoch 1", "[ranks 0-1] epoch 2", RUNNING],
+    ),
+    "so are bars that end alike, although they were drawn differently": (
+        (err(0, "\r 10%\r100%\n"), err(1, "\r 33%\r 66%\r100%\n")),
+        ["[ranks 0-1] 100%", RUNNING],
+    ),
+    "equal values are folded": ((returned(0, "3.0"), returned(1, "3.0")), ["ranks 0-1: 3.0"]),
+    "and others are not": ((returned(0, "3.0"), returned(1, "4.0")), ["rank 0: 3.0", "rank 1: 4.0"]),
+    "values of several lines keep their columns": (
+        (returned(0, "[[1., 2.],\n [3., 4.]]"),),
+        ["rank 0: [[1., 2.],", "         [3., 4.]]", "rank 1: RUNNING"],
+    ),
+    "output comes before values, and values before failures": (
+        (Raised(rank=1, failure=BOOM), returned(0, "3.0"), out(0, "hello\n")),
+        ["[rank 0] hello", "rank 0: 3.0", "root cause: rank 1: ValueError: boom (cell line 4)"],
+    ),
+    "causes of different kinds come in the order of time": (
+        (Raised(rank=0, failure=SECOND), Raised(rank=1, failure=FIRST)),
+        ["root cause: rank 1: ValueError: first", "also failed: rank 0: KeyError: 'second'"],
+    ),
+    "a lost rank is named": (
+        (returned(1), RunEnded(time=9.0, stopped=False)),
+        ["rank 0: LOST: exited without a result or an error"],
+    ),
+    "ranks that were interrupted are named": ((RunEnded(time=9.0),), ["ranks 0-1: STOPPED"]),
+    "an earlier attempt is told with its cause": (
+        (Raised(rank=0, failure=BOOM), AGAIN, returned(0, "1")),
+        ["attempt 0: restarted: rank 0: ValueError: boom (cell line 4)", "rank 0: 1"],
+    ),
+    "a run with nothing to say says how it ended": (
+        (returned(0), returned(1)),
+        ["cell · 2 ranks · gloo: SUCCEEDED"],
+    ),
+    "displays are there as their plain text, in their place": (
+        (out(0, "before\n"), shown(0, png="aGk=", plain="<Figure>"), out(0, "after\n")),
+        ["[rank 0] before", "[rank 0] <Figure>", "[rank 0] after", RUNNING],
+    ),
+    "a display without text is named by its type": (
+        (shown(0, png="aGk="),),
+        ["[rank 0] <image/png>", RUNNING],
+    ),
+    "a progress bar is one line, its last state": (
+        (err(0, "".join(f"\r{done:3}%|{'#' * (done // 10):10}|" for done in range(101)) + "\n"),),
+        ["[rank 0] 100%|##########|", RUNNING],
+    ),
+    "also when stdout prints meanwhile": (
+        (err(0, "\r 10%"), out(0, "step 1\n"), err(0, "\r 20%"), out(0, "step 2\n")),
+        ["[rank 0]  20%", "[rank 0] step 1", "[rank 0] step 2", RUNNING],
+    ),
+    "what is cleared is gone": (
+        (out(0, "old\n"), Cleared(rank=0, wait=True), out(0, "new\n")),
+        ["[rank 0] new", RUNNING],
+    ),
+    "colours are stripped": (
+        (out(0, "\x1b[1;31mred\x1b[0m and \x1b]0;title\x07plain\n"),),
+        ["[rank 0] red and plain", RUNNING],
+    ),
+}
 
 
-def test_ranks_whose_bars_end_alike_are_folded_although_they_drew_them_differently():
-    text = text_of(2, err(0, "\r 10%\r100%\n"), err(1, "\r 33%\r 66%\r100%\n"))
-    assert text.splitlines()[0] == "[ranks 0-1] 100%"
-
-
-def test_a_rank_that_printed_something_else_stands_alone():
-    text = text_of(3, out(0, "same\n"), out(1, "other\n"), out(2, "same\n"))
-    assert text.splitlines()[:2] == ["[ranks 0,2] same", "[rank 1] other"]
-
-
-def test_equal_values_are_folded_and_others_are_not():
-    assert text_of(2, returned(0, "3.0"), returned(1, "3.0")) == "ranks 0-1: 3.0"
-    assert text_of(2, returned(0, "3.0"), returned(1, "4.0")) == "rank 0: 3.0\nrank 1: 4.0"
-
-
-def test_values_of_several_lines_keep_their_columns():
-    text = text_of(1, returned(0, "tensor([[1., 2.],\n        [3., 4.]])"))
-    assert text == "rank 0: tensor([[1., 2.],\n                [3., 4.]])"
+@pytest.mark.parametrize(("messages", "lines"), TEXTS.values(), ids=TEXTS)
+def test_a_run_of_two_ranks_is_this_text(messages, lines):
+    assert text_of(2, *messages).splitlines() == lines
 
 
 def test_a_long_label_stands_on_a_line_of_its_own():
@@ -121,15 +146,6 @@ def test_long_values_are_folded_only_where_they_are_equal_to_the_last_character(
     text = text_of(2, returned(0, f"a{middle}1{middle}b"), returned(1, f"a{middle}2{middle}b"))
     assert "rank 0: a" in text
     assert "rank 1: a" in text
-
-
-def test_output_comes_before_values_and_values_before_failures():
-    text = text_of(2, Raised(rank=1, failure=BOOM), returned(0, "3.0"), out(0, "hello\n"))
-    assert text.splitlines() == [
-        "[rank 0] hello",
-        "rank 0: 3.0",
-        "root cause: rank 1: ValueError: boom (cell line 4)",
-    ]
 
 
 def test_a_failure_is_told_root_cause_first_then_consequences_then_who_was_stopped():
@@ -161,16 +177,6 @@ def test_a_mistake_that_fails_every_rank_alike_is_one_cause_whichever_was_first(
     ]
 
 
-def test_causes_of_different_kinds_come_in_the_order_of_time():
-    first = FailureRecord(type="ValueError", message="first", time=5.0)
-    second = FailureRecord(type="KeyError", message="'second'", time=6.0)
-    text = text_of(2, Raised(rank=0, failure=second), Raised(rank=1, failure=first))
-    assert text.splitlines() == [
-        "root cause: rank 1: ValueError: first",
-        "also failed: rank 0: KeyError: 'second'",
-    ]
-
-
 def test_a_long_reason_is_cut_once_in_its_middle_and_counted_right():
     boom = FailureRecord(type="ValueError", message="x" * 1_800, time=5.0)
     line = text_of(1, Raised(rank=0, failure=boom))
@@ -185,66 +191,13 @@ def test_equal_consequences_are_one_line_although_their_ports_differ():
     assert len(text.splitlines()) == 2
 
 
-def test_a_lost_rank_and_an_interrupted_one_are_named():
-    assert text_of(1, RunEnded(time=9.0, stopped=False)).startswith("rank 0: LOST")
-    assert text_of(2, RunEnded(time=9.0)) == "ranks 0-1: STOPPED"
-
-
-def test_earlier_attempts_are_told_with_their_cause():
-    text = text_of(
-        1,
-        Raised(rank=0, failure=BOOM),
-        AttemptStarted(number=1, world_size=1, time=7.0, reason="failure"),
-        returned(0, "1"),
-    )
-    assert text.splitlines() == [
-        "attempt 0: restarted: rank 0: ValueError: boom (cell line 4)",
-        "rank 0: 1",
-    ]
-
-
 def test_a_bad_exit_after_the_value_is_a_warning():
     text = text_of(1, returned(0, "1"), Exited(rank=0, exitcode=-11, time=3.0))
     assert text.splitlines()[1].startswith("warning: rank 0 was killed by SIGSEGV")
 
 
-def test_a_run_with_nothing_to_say_says_how_it_ended():
-    assert text_of(2, returned(0), returned(1)) == "cell · 2 ranks · gloo: SUCCEEDED"
-
-
 def test_a_run_on_some_of_the_ranks_names_them():
     assert text_of(8, returned(1), returned(3), ranks=(1, 3)).startswith("cell · ranks 1,3 of 8 · gloo")
-
-
-def test_displays_are_there_as_their_plain_text_in_their_place():
-    figure = Displayed(rank=0, data={"image/png": "aGk=", "text/plain": "<Figure>"})
-    text = text_of(1, out(0, "before\n"), figure, out(0, "after\n"))
-    assert text.splitlines()[:3] == ["[rank 0] before", "[rank 0] <Figure>", "[rank 0] after"]
-
-
-def test_a_display_without_text_is_named_by_its_type():
-    assert text_of(1, Displayed(rank=0, data={"image/png": "aGk="})).startswith("[rank 0] <image/png>")
-
-
-def test_a_progress_bar_is_one_line_its_last_state():
-    bar = "".join(f"\r{done:3}%|{'#' * (done // 10):10}|" for done in range(101))
-    assert text_of(1, err(0, bar + "\n")).splitlines()[0] == "[rank 0] 100%|##########|"
-
-
-def test_a_bar_on_stderr_is_still_one_line_when_stdout_prints_meanwhile():
-    text = text_of(1, err(0, "\r 10%"), out(0, "step 1\n"), err(0, "\r 20%"), out(0, "step 2\n"))
-    assert text.splitlines()[:3] == ["[rank 0]  20%", "[rank 0] step 1", "[rank 0] step 2"]
-
-
-def test_what_is_cleared_is_gone():
-    text = text_of(1, out(0, "old\n"), Cleared(rank=0, wait=True), out(0, "new\n"))
-    assert text.splitlines()[0] == "[rank 0] new"
-
-
-def test_colours_are_stripped():
-    assert text_of(1, out(0, "\x1b[1;31mred\x1b[0m and \x1b]0;title\x07plain\n")).startswith(
-        "[rank 0] red and plain"
-    )
 
 
 def test_pids_times_hosts_and_paths_of_the_machine_are_not_in_it():
@@ -451,7 +404,13 @@ def test_shortened_text_is_within_its_limit_and_keeps_both_ends(text, limit):
         assert short == text
     else:
         assert cost_of_text(short) <= limit + 60
-        assert "characters left out" in short
+        assert ("characters left out" if limit > 128 else "…") in short
+
+
+def test_shortened_text_keeps_as_much_of_its_end_as_of_its_beginning():
+    start, *_, end = shortened("a" * 500 + "b" * 500, 200).split(" ")
+    assert set(start + end) == {"a", "b"}
+    assert abs(len(start) - len(end)) <= 1
 
 
 def test_256_ranks_that_print_all_they_can_make_a_text_of_bounded_size():
