@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ASKED: pytest.StashKey[DistributedMark] = pytest.StashKey()
 _CONCLUSION: pytest.StashKey[Conclusion] = pytest.StashKey()
-_TOOK = r" · (?:\d+ (?:min|h) )?[\d.]+ (?:s|min|h)(?=</div>)"
+_TOOK = r" · (?:\d+ (?:min|h) )?[\d.]+ (?:s|min)(?=</div>)"
 _NO_DEBUGGER = (
     "--pdb cannot enter a rank, so no debugger was started. Call the function in pytest's own process, or in "
     "a cell of a notebook under %%distributed, where breakpoint() works."
