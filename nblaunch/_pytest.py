@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _ASKED: pytest.StashKey[DistributedMark] = pytest.StashKey()
 _CONCLUSION: pytest.StashKey[Conclusion] = pytest.StashKey()
+_TOOK = r" · (?:\d+ (?:min|h) )?[\d.]+ (?:s|min)(?=</div>)"
 _NO_DEBUGGER = (
     "--pdb cannot enter a rank, so no debugger was started. Call the function in pytest's own process, or in "
     "a cell of a notebook under %%distributed, where breakpoint() works."
@@ -34,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "distributed(nproc='auto', *, timeout=300, **options): run the test on ranks of a session that the "
         "module's tests share; options are those of nblaunch.Session",
     )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Have nbval compare outputs of cells without how long they took, which a saved notebook may have."""
+    patterns = getattr(item.parent, "sanitize_patterns", None)  # of nbval's notebooks
+    if patterns is not None:
+        patterns[_TOOK] = ""
 
 
 @pytest.hookimpl(tryfirst=True)

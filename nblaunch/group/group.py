@@ -44,6 +44,7 @@ from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState
 
 _ANSWER_SECONDS = 1.0
+_MEASURE_SECONDS = 2.0  # a busy node reads the memory of all its ranks first
 _POLL_SECONDS = 0.01
 # How long a survey takes besides the answers: stacks are read, and a deadlock has the time to end.
 _SURVEY_SECONDS = 10.0
@@ -202,7 +203,7 @@ class WorkerGroup:
                 host.measure(wanted=after > 0)
         self._measuring = after
 
-    def memory(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int | None]:
+    def memory(self, seconds: float = _MEASURE_SECONDS) -> dict[int, int | None]:
         """Return each rank's private memory in bytes; wait at most `seconds` if a host must measure it."""
         ranks = self.state.ranks  # once: nodes may come meanwhile
         found: dict[int, int | None] = dict.fromkeys(ranks)

@@ -7,6 +7,7 @@ in a dark theme. What is given as text is escaped.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 from nblaunch.insight.markup import escaped
@@ -107,6 +108,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
     rough = (high - low) / max(most - 1, 1)
+    if rough < sys.float_info.min:  # between such numbers there is no room for a round one
+        return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * each for each in _STEPS if power * each >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

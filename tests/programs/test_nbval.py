@@ -68,7 +68,6 @@ def run(where, *arguments):
     return done.stdout
 
 
-@pytest.mark.slow_at("1")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("times", [1, slow(5)])
 def test_what_nbclient_saves_passes_strict_nbval(tmp_path, times):

@@ -126,7 +126,8 @@ def test_a_loss_is_named_by_its_variable_before_the_backward_pass(session):
     rank, message, error, whole = found(session, source)
     assert (rank, message, error.step) == (0, "the loss error is NaN, in step 2", 2)
     assert whole.root_cause.frames[0].line == 5
-    assert session.cell("model.layers[0].weight.grad.isfinite().all().item()").values[0] is True
+    # Rank 1 may not have come to its first gradient when it was stopped.
+    assert session.cell("model.layers[0].weight.grad.isfinite().all().item()", ranks=[0]).values == [True]
 
 
 def test_steps_are_those_of_nblaunch_step_where_it_is_called(session):

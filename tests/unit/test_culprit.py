@@ -407,7 +407,7 @@ def test_the_search_ends_in_time_and_names_the_variable() -> None:
     fine, value = {"b": Box(a=1)}, [*(Slow() for _ in range(1000)), LOCK]
     started = time.monotonic()
     culprit = culprit_of({"fine": fine, "v": value}, seconds=0.2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 2
     assert culprit is not None
     assert (culprit.path, culprit.reason) == ("v", "all together")
 

@@ -668,6 +668,17 @@ def test_a_node_that_ends_with_a_run_that_has_timed_out_is_not_missed():
     assert (group.stage(), group.notices()) == (Stage.RUNNING, ())
 
 
+def test_a_node_that_ends_with_a_launch_that_was_given_up_is_not_missed():
+    """Its end comes of the agent's, which is not a change of the membership."""
+    group = Group()
+    group.submit()
+    group.fork()
+    group.feed(hello(0))
+    assert Order.STOP_AGENT in group.after(61)
+    assert group.feed(life.NodeLeaving("b", asked=False, enough=True, ranks=frozenset({1}))) == []
+    assert (group.state.changing, group.notices()) == (False, ())
+
+
 # --- kept ranks whose nodes are lost, or come ------------------------------------------------------
 
 

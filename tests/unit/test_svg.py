@@ -7,7 +7,7 @@ import re
 from xml.etree import ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nblaunch.insight import svg
@@ -36,6 +36,8 @@ def test_a_line_is_interrupted_where_a_value_is_not_finite():
 
 
 @given(numbers, numbers)
+@example(0.0, 5e-324)
+@example(1e-320, 3e-320)
 def test_ticks_are_few_round_and_within(low, high):
     low, high = sorted((low, high))
     found = svg.ticks(low, high)

@@ -16,6 +16,7 @@ from lanes import sampled
 from shown_runs import out, returned, run_of
 
 from nblaunch._help import FailureKind
+from nblaunch._pytest import _TOOK
 from nblaunch.diagnose.hang import report
 from nblaunch.insight.markup import ICONS, STATE_COLORS
 from nblaunch.protocol.messages import (
@@ -360,6 +361,14 @@ def test_an_image_that_a_rank_displayed_is_embedded(display, wanted):
     assert wanted.items() <= image.items()
     assert "height" not in image
     assert "script" not in page.tags
+
+
+@pytest.mark.parametrize("seconds", [0.0, 4.23, 59.9, 125.4, 3725.0])
+def test_how_long_a_run_took_is_what_nbval_does_not_compare(seconds):
+    state = run_of(2, out(0, "1 s</div>"))
+    page = render_html(state, HEADER, took=seconds)
+    assert page != render_html(state, HEADER)
+    assert re.sub(_TOOK, "", page) == render_html(state, HEADER)
 
 
 def test_html_that_a_rank_displayed_is_drawn_as_html():
