@@ -23,17 +23,15 @@ import functools
 import hashlib
 import io
 import pickle
-import pickletools
 import sys
 import threading
 import traceback
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
@@ -535,12 +533,13 @@ def _pack(
     whole: list[Any] = []
     while True:
         try:
-            return _pack_once(value, make, memories(first=whole))
+            return pack_once(value, make, memories(first=whole))
         except arrays.OverlapError as error:
             whole.append(error.root)
 
 
-def _pack_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
+def pack_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
+    """Pickle with the pickler that `make` returns. Raises `arrays.OverlapError`."""
     buffers: list[memoryview | tensors.Deferred] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -666,116 +665,6 @@ def loads_known(
         del _loading.offer
     fills = [push.fill(found(key), content) for key, content in contents]
     return Loaded(value, loader.memo.copy, fills)
-
-
-class _Absent:
-    """Stands for an object that cannot be made."""
-
-    where = ("", "")
-
-    def __new__(cls, *_: object, **__: object) -> Self:
-        return object.__new__(cls)
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def __setitem__(self, *_: object) -> None:
-        pass
-
-    append = extend = add = __setstate__ = lambda *_: None
-
-
-class _Skeleton(_Loader):
-    """Makes no objects: what is left are texts, and the names of what is imported."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Absent,), {"where": (module, name)})
-
-    def persistent_load(self, key: int) -> Any:
-        return super().persistent_load(key) if key < 0 else _Absent()
-
-
-_NUMBER, _FILL = pickle.BININT, pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
-
-
-class SegmentReader:
-    """Unpickles what one pickler has written piece by piece; after one that fails it goes on with the next.
-
-    Each piece may refer to objects of those before it.
-    """
-
-    def __init__(self, stream: bytes, device: str, found: Callable[[int], Any]) -> None:
-        """Read on a rank; `found(key)` returns an object from elsewhere."""
-        self._stream, self._device, self._found = stream, device, found
-        self._buffers: deque[Any] = deque()
-        self._lacking: set[int] = set()
-        self._begin_with([])
-
-    def _begin_with(self, objects: Sequence[Any], kind: type[_Loader] = _Loader) -> None:
-        """Unpickle from here on with these objects at the first places.
-
-        The unpickler counts its places, and to set its `memo` does not: a pickle of its own fills them.
-        """
-        keys = ((-1 - at).to_bytes(4, "little", signed=True) for at in range(len(objects)))
-        filling = b"".join(_NUMBER + key + _FILL for key in keys)
-        head = pickle.PROTO + b"\x04" + filling + pickle.NONE + pickle.STOP
-        self._file, self._shift = io.BytesIO(head + self._stream), len(head)
-
-        def found(key: int) -> Any:
-            return objects[-1 - key] if key < 0 else self._found(key)
-
-        self._loader = kind(self._file, buffers=iter(self._buffers.popleft, self), found=found)
-        self._loader.load()
-
-    def read(self, begin: int, end: int, buffers: Iterable[Any]) -> Any:
-        """Return the object of a piece. Raises whatever it raises; then `skip` must follow."""
-        if self._lacking and not self._lacking.isdisjoint(_places_read(self._stream[begin:end])):
-            msg = "it has an object of a variable that could not be loaded"
-            raise pickle.UnpicklingError(msg)
-        with _loading_on(self._device):
-            return self._loaded(begin, buffers)
-
-    def _loaded(self, begin: int, buffers: Iterable[Any]) -> Any:
-        self._buffers.clear()
-        self._buffers.extend(buffers)
-        self._file.seek(self._shift + begin)
-        return self._loader.load()
-
-    def skip(self, begin: int, buffers: Iterable[Any]) -> None:
-        """Leave a piece out; others may use its texts and imports."""
-        first = sum(operation.name == "MEMOIZE" for operation, *_ in _operations(self._stream[:begin]))
-        known = self._loader.memo.copy()
-        self._begin_with([known[place] for place in range(first)], _Skeleton)
-        self._loaded(begin, buffers)
-        objects: dict[int, Any] = self._loader.memo.copy()
-        for place in range(first, len(objects)):
-            obj = objects[place]
-            if isinstance(obj, type) and issubclass(obj, _Absent):
-                try:
-                    objects[place] = _Loader.find_class(self._loader, *obj.where)
-                except Exception:  # noqa: BLE001 - whatever an import raises
-                    self._lacking.add(place)
-            elif type(obj) not in LEAVES:
-                self._lacking.add(place)
-        self._begin_with([objects[place] for place in range(len(objects))])
-
-    def memo(self) -> dict[int, Any]:
-        """Return the objects that are there, by their places."""
-        found: dict[int, Any] = self._loader.memo.copy()
-        return {place: obj for place, obj in found.items() if place not in self._lacking}
-
-
-def _operations(stream: bytes) -> Iterator[tuple[Any, Any, int | None]]:
-    """Yield those of several pickles, one behind the other."""
-    file = io.BytesIO(stream)
-    while file.tell() < len(stream):
-        yield from pickletools.genops(file)
-
-
-def _places_read(stream: bytes) -> Iterator[int]:
-    for operation, argument, _ in pickletools.genops(stream):
-        if operation.name in {"GET", "BINGET", "LONG_BINGET"}:
-            yield int(argument or 0)
 
 
 def dumps_plain(value: object) -> bytes:

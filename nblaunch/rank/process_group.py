@@ -450,6 +450,11 @@ def own_store(where: str = "watch") -> dist.Store:
     return dist.PrefixStore(f"nblaunch/{_attempt}/{where}", store)
 
 
+def attempt() -> int:
+    """Return the number of the attempt that this rank belongs to now."""
+    return _attempt
+
+
 def forget_store() -> int:
     """Connect again when the next group is formed: the connection to this port is about to be cut."""
     global _agent_store

@@ -7,10 +7,10 @@ A variable is one of three kinds, found by itself:
     own       all others: each rank writes its own
 
 What would be saved is what is compared, so no two values are taken for equal that would not come back equal.
-Equal variables are pickled first, one after the other by one pickler, so that objects in several of them stay
-one object: an optimizer has the model's parameters. The own ones follow, and refer to objects of the equal
-ones by their place in that pickle. What cannot be saved on one rank is left out on all, by name; so is what
-cannot be loaded.
+Each variable has a pickle of its own, in which objects of those before it are keys, as in what a session's
+cells bring: an object of several variables stays one, and an optimizer has the model's parameters. The equal
+ones come first, and their keys are the same on all ranks. What cannot be saved on one rank is left out on
+all, by name; so is what cannot be loaded, with what has objects of it.
 
 A save that goes on beside cells writes copies on a thread. Ranks compare over the agent's store, which needs
 no process group, in JSON: others could write there.
@@ -19,6 +19,7 @@ no process group, in JSON: others could write there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -30,7 +31,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ from nblaunch.capture.unpicklable import find_culprit, reason_of
 from nblaunch.probes import surroundings
 from nblaunch.rank import environment, namespace, process_group, sharded, shell
 
-_ALIGNED = 64
 _PIECE = 64 << 20
 _SAMPLE = 1 << 16
 _POLL_SECONDS, _MOST_SECONDS = 0.001, 0.05
@@ -60,10 +60,12 @@ SOURCES, NOTEBOOKS = "sources of functions", "code of the notebook"
 class _Meeting:
     """The ranks of a save or a load, which compare what they have."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, seconds: float = float("inf")) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._attempt = process_group.attempt()
         self._store = process_group.own_store(f"save {token}")
         self._step = 0
+        self._deadline = time.monotonic() + seconds
 
     def tell(self, own: Any) -> list[Any]:
         """Return what all ranks tell here, in their order. Raises `NblaunchError` if one has failed."""
@@ -75,6 +77,9 @@ class _Meeting:
             while not self._store.check([f"{self._step}/{rank}"]):
                 if self._store.check([f"failed/{rank}"]):
                     msg = f"rank {rank}: {self._store.get(f'failed/{rank}').decode()}"
+                    raise NblaunchError(msg)
+                if process_group.attempt() != self._attempt or time.monotonic() > self._deadline:
+                    msg = f"rank {rank} has left, or is late"
                     raise NblaunchError(msg)
                 time.sleep(seconds)
                 seconds = min(2 * seconds, _MOST_SECONDS)
@@ -112,33 +117,28 @@ class _ClassNames:
 class _Pickler(pickling.Outbound):
     """Functions read their globals in the rank's namespace, and bring none: variables are saved by name."""
 
-    def __init__(
-        self,
-        *arguments: Any,
-        met: sharded.GroupObjects,
-        classes: _ClassNames,
-        places: Mapping[int, tuple[int, Any]],
-        **keywords: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, stream: _Stream, **keywords: Any) -> None:
         super().__init__(*arguments, namespace=None, known=None, **keywords)
-        self.met, self._classes, self._equal = met, classes, places
-        self.lines: dict[str, set[int]] = {}
-        """The lines of its functions, by file."""
+        self._stream = stream
+        self._known_keys = stream.keys
 
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) in LEAVES:
             return None
-        known = self._equal.get(id(obj))
+        known = self._known_keys.get(id(obj))
         if known is not None:
-            return known[0] + 1
+            return known[0]
         return 0 if id(obj) in self._notebook else None
+
+    def places(self, root: object) -> Sequence[tuple[int, Any]]:  # noqa: ARG002 - `root` is a variable, and stays
+        return [(place, obj) for place, obj in self.memo.copy().values() if has_identity(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
-            self.lines.setdefault(obj.co_filename, set()).update(_lines_of(obj))
+            self._stream.lines.setdefault(obj.co_filename, set()).update(_lines_of(obj))
         if obj is os.environ:
             return _environ, ()  # with what it has there, and not here
-        reduced = self.met.reduce(obj)
+        reduced = self._stream.met.reduce(obj)
         if reduced is NotImplemented:
             reduced = tensors.reduce_device(obj)
             if isinstance(reduced, tuple):  # arrives as the rank's own, whichever it is here
@@ -154,17 +154,16 @@ class _Pickler(pickling.Outbound):
             return super().reduce_tensor(tensor)
         if tensor.grad_fn is not None:
             self.detached.append(tensor)
-        parts, reduced = tensors.parts_of(tensor), self.met.tensor(tensor)
+        parts, reduced = tensors.parts_of(tensor), self._stream.met.tensor(tensor)
         return reduced if parts is None else tensors.with_parts(tensor, reduced, parts)
 
     def _name_of(self, obj: type) -> str:
         def dump(kind: type) -> bytes:
-            stream = io.BytesIO()
-            keywords: Any = {"protocol": 5, "met": self.met, "classes": self._classes, "places": {}}
-            type(self)(stream, **keywords).dump(kind)
-            return stream.getvalue()
+            file = io.BytesIO()
+            _Pickler(file, protocol=5, stream=self._stream.alone()).dump(kind)
+            return file.getvalue()
 
-        return self._classes.of(obj, dump)
+        return self._stream.classes.of(obj, dump)
 
 
 def _lines_of(code: types.CodeType) -> range:
@@ -179,85 +178,85 @@ def _environ() -> Any:
 Data = memoryview | tensors.Far
 
 
-class _Segments:
-    """Variables in one pickle, one after the other."""
+@dataclass(frozen=True, slots=True)
+class _Pickled:
+    """The pickle of one variable."""
+
+    stream: bytes
+    buffers: Sequence[Data]
+    first_key: int
+    digest: str
+    """Of the stream, and of how long its buffers are."""
+    shards: Sequence[str]
+    """The numbers of its shards; those that several variables share are the first one's."""
+    detached: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.stream) + sum(each.nbytes for each in self.buffers)
+
+
+class _Stream:
+    """Variables, one after the other, with the keys of their objects."""
 
     def __init__(
         self,
         met: sharded.GroupObjects,
         classes: _ClassNames,
-        equal: _Segments | None = None,
+        lines: dict[str, set[int]],
         first: Sequence[Any] = (),
     ) -> None:
-        self.places: dict[int, tuple[int, Any]] = {} if equal is None else equal.objects()
-        self._file = io.BytesIO()
-        self._waiting: list[memoryview | tensors.Deferred] = []
-        memories = (arrays.Memory, torch.UntypedStorage)
-        known = [obj for _, obj in self.places.values() if arrays.is_array(obj) or isinstance(obj, memories)]
-        self._storages = arrays.WholeMemories(self._key_of, (lambda: known) if known else tuple, first=first)
-        self.pickler = _Pickler(
-            self._file,
-            protocol=5,
-            buffer_callback=self._keep_inside,
-            storages=self._storages,
-            met=met,
-            classes=classes,
-            places=self.places,
-        )
-        self.segments: list[tuple[str, int, int]] = []
-        """(name, end in the stream, buffers until then) of each variable."""
-        self.digests: dict[str, str] = {}
-        self.sizes: dict[str, int] = {}
-        self.shards: dict[str, list[str]] = {}
-        """The numbers of each variable's shards; those that several share are the first one's."""
+        self.met, self.classes, self.lines = met, classes, lines
+        """Of the process groups; names of classes; the lines of functions, by file."""
+        self.keys: dict[int, tuple[int, Any]] = {}
+        """Keys and objects by address: 0 is the namespace."""
+        self._next_key = 1
+        self._memories: list[Any] = []
+        self._first = first
+        self.found: dict[str, _Pickled] = {}
 
-    def _key_of(self, obj: Any) -> int | None:
-        known = self.places.get(id(obj))
-        return None if known is None else known[0]
-
-    def _keep_inside(self, buffer: pickle.PickleBuffer) -> bool:
-        if (deferred := self._storages.deferred(buffer)) is not None:
-            self._waiting.append(deferred)
-            return False
-        try:
-            raw = buffer.raw()
-        except BufferError:  # not contiguous: pickle copies it into the stream
-            return True
-        if raw.nbytes < pickling.OUT_OF_BAND:
-            return True
-        self._waiting.append(raw)
-        return False
+    def alone(self) -> _Stream:
+        """Return one for a part that is pickled by itself."""
+        return _Stream(self.met, self.classes, self.lines)
 
     def add(self, name: str, value: Any) -> None:
-        """Add a variable. Raises whatever its objects raise; then nothing can be added any more."""
-        begin, buffers, shards = self._file.tell(), len(self._waiting), len(self.pickler.met.shards)
-        self.pickler.dump(value)
-        sizes = [_size_of(each) for each in self._waiting[buffers:]]
-        with self._file.getbuffer() as whole:
-            self.digests[name] = hashlib.sha256(repr(sizes).encode() + bytes(whole[begin:])).hexdigest()
-        self.sizes[name] = self._file.tell() - begin + sum(sizes)
-        self.shards[name] = list(self.pickler.met.shards)[shards:]
-        self.segments.append((name, self._file.tell(), len(self._waiting)))
+        """Add a variable. Raises whatever its objects raise, and `arrays.OverlapError`."""
+        shards = len(self.met.shards)
+        there = (lambda: self._memories) if self._memories else tuple
+        storages = arrays.WholeMemories(self._key_of, there, self._first)
+        packed = pickling.pack_once(value, functools.partial(_Pickler, stream=self), storages)
+        lengths = [each.nbytes for each in packed.buffers]
+        self.found[name] = _Pickled(
+            bytes(packed.stream),
+            packed.buffers,
+            self._next_key,
+            hashlib.sha256(repr(lengths).encode() + bytes(packed.stream)).hexdigest(),
+            list(self.met.shards)[shards:],
+            bool(packed.detached),
+        )
+        kinds = arrays.Memory, torch.UntypedStorage
+        for place, obj in packed.places:
+            self.keys[id(obj)] = self._next_key + place, obj
+            if arrays.is_array(obj) or isinstance(obj, kinds):
+                self._memories.append(obj)
+        self._next_key += 1 + max((place for place, _ in packed.places), default=0)
 
-    @property
-    def stream(self) -> bytes:
-        return self._file.getvalue()
-
-    def buffers(self) -> list[Data]:
-        """Return the buffers, once all variables are there."""
-        return [each if isinstance(each, memoryview) else each() for each in self._waiting]
-
-    def objects(self) -> dict[int, tuple[int, Any]]:
-        """Return the objects with an identity that are in it by address, with their places."""
-        found = self.pickler.memo.copy().items()
-        return {address: (place, obj) for address, (place, obj) in found if has_identity(obj)}
+    def _key_of(self, obj: Any) -> int | None:
+        known = self.keys.get(id(obj))
+        return None if known is None else known[0]
 
 
-def _size_of(buffer: Any) -> int:
-    if isinstance(buffer, memoryview):
-        return buffer.nbytes
-    found = buffer()
-    return int(found.nbytes)
+def _filled(make: Callable[[Sequence[Any]], _Stream], fill: Callable[[_Stream], None]) -> _Stream:
+    """Return a filled stream; made once more where a part of an array's memory came before the whole."""
+    first: list[Any] = []
+    while True:
+        stream = make(first)
+        try:
+            fill(stream)
+        except arrays.OverlapError as error:
+            first.append(error.root)
+        else:
+            return stream
 
 
 # --- what is saved ----------------------------------------------------------------------------------------
@@ -313,7 +312,7 @@ def _random_states() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], o
 
 @dataclass(slots=True)
 class _Examined:
-    """What is known of a variable on this rank."""
+    """What is known of a variable on this rank, pickled alone."""
 
     type: str
     why_not: str = ""
@@ -322,7 +321,7 @@ class _Examined:
     meshes: list[list[int]] = field(default_factory=list)
     first: str = ""
     """A digest of the pickle, and of samples of its buffers."""
-    buffers: list[Data] = field(default_factory=list)
+    buffers: Sequence[Data] = ()
     detached: bool = False
 
 
@@ -343,41 +342,34 @@ class _Save:
         self.leaves: set[str] = set()
         self.keys: list[sharded.Key] = []
         self.kinds = self._kinds()
-        self._pickle()
+        while not self._pickle():
+            pass
 
-    def _known(self, *, own_shards: bool = False) -> sharded.GroupObjects:
+    def _new_stream(self, first: Sequence[Any] = ()) -> _Stream:
         met = sharded.GroupObjects(self._meeting.rank, self._meeting.world_size, own_device())
-        met.own_shards = own_shards
-        return met
+        return _Stream(met, self._classes, self._lines, first)
 
     def _examine(self, name: str) -> _Examined:
-        """Pickle one variable alone."""
         value = self.values[name]
         examined = _Examined(type_name(value))
         try:
-            stream = _whole(self._new_stream, {name: value})
-            examined.buffers = stream.buffers()
+            stream = _filled(self._new_stream, lambda stream: stream.add(name, value))
         except Exception as error:  # noqa: BLE001 - whatever the objects raise
             examined.why_not = self._why(name, value, error)
             return examined
-        for file, lines in stream.pickler.lines.items():
-            self._lines.setdefault(file, set()).update(lines)
-        met = stream.pickler.met
+        met, pickled = stream.met, stream.found[name]
         examined.partial, examined.shards = met.partial, len(met.shards)
         examined.meshes = [list(key[2]) for key in met.made if key[0] == "mesh"]
-        examined.detached = bool(stream.pickler.detached)
-        samples = [self._hash(each, sample=True).hex() for each in examined.buffers]
-        examined.first = hashlib.sha256(f"{stream.digests[name]}{samples}".encode()).hexdigest()
+        examined.buffers, examined.detached = pickled.buffers, pickled.detached
+        samples = [self._hash(each, sample=True).hex() for each in pickled.buffers]
+        examined.first = hashlib.sha256(f"{pickled.digest}{samples}".encode()).hexdigest()
         return examined
-
-    def _new_stream(self, first: Sequence[Any]) -> _Segments:
-        return _Segments(self._known(), self._classes, first=first)
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
         culprit = None
         with contextlib.suppress(Exception):
-            keywords: Any = {"met": self._known(), "classes": _ClassNames(), "places": {}}
-            culprit = find_culprit({name: value}, error, _Pickler, seconds=_SEARCH_SECONDS, **keywords)
+            stream = self._new_stream()
+            culprit = find_culprit({name: value}, error, _Pickler, seconds=_SEARCH_SECONDS, stream=stream)
         if culprit is None or culprit.path == name:
             return f"{type_name(value)}: {reason_of(error)}"
         return f"{culprit.path}, {culprit.type_name}: {culprit.reason}"
@@ -423,69 +415,59 @@ class _Save:
         full = self._meeting.tell(whole)
         equal = {name for name in candidates if len({each[name] for each in full}) == 1}
         for each in self.examined.values():
-            each.buffers = []
+            each.buffers = ()
         names = sorted(set().union(*told) - self.left_out.keys())
         return {name: self._kind(name) if name in equal else "own" for name in names}
 
     def _kind(self, name: str) -> saved.VariableKind:
         return "sharded" if self.examined[name].shards else "equal"
 
-    def _pickle(self) -> None:
-        """Pickle the equal variables, then the own ones, until all ranks agree on what is in the first."""
-        while True:
-            equal = {name: self.values[name] for name, kind in self.kinds.items() if kind != "own"}
-            found = self._streamed(equal, self._new_stream)
-            if found is not None:
-                self.equal = found
-                self._add_wrappings()
-                if self._agree():
-                    break
-        own_stream: Callable[[Sequence[Any]], _Segments] = lambda first: _Segments(  # noqa: E731
-            self._known(own_shards=True), self._classes, self.equal, first
-        )
-        found = None
-        while found is None:
-            own = [name for name, kind in self.kinds.items() if kind == "own" and name in self.values]
-            found = self._streamed({name: self.values[name] for name in own}, own_stream)
-        self.own = found
-        keys = self._meeting.tell([*self.equal.pickler.met.made, *self.own.pickler.met.made])
-        self.keys = sharded.in_order(sharded.key_from(key) for each in keys for key in each)
-
-    def _streamed(
-        self, values: Mapping[str, Any], make: Callable[[Sequence[Any]], _Segments]
-    ) -> _Segments | None:
-        """Return the pickle of these; None if a variable cannot be saved with the others, on any rank."""
-        adding: list[str] = []
+    def _pickle(self) -> bool:
+        """Pickle all variables; return whether all ranks agree on it. If not, fewer are saved, or equal."""
         failed: dict[str, str] = {}
-        stream = None
-        try:
-            stream = _whole(make, values, adding)
-        except Exception as error:  # noqa: BLE001 - whatever the objects raise
-            failed[adding[-1]] = f"rank {self._meeting.rank}: {reason_of(error)}"
-        for each in self._meeting.tell(failed):
-            for name, why in each.items():
-                self.left_out.setdefault(name, why)
+        self.equal: dict[str, _Pickled] = {}
+
+        def fill(stream: _Stream) -> None:
+            failed.clear()
+            for name in self._names(own=False):
+                self._add(stream, name, failed)
+            wrappings = sharded.wrapped()
+            if known := [each for each in wrappings if id(each["modules"][0]) in stream.keys]:
+                stream.add(sharded.FSDP2, known)
+            self.equal = dict(stream.found)
+            stream.met.own_shards = True
+            for name in self._names(own=True):
+                self._add(stream, name, failed)
+
+        stream = _filled(self._new_stream, fill)
+        self.own = {name: each for name, each in stream.found.items() if name not in self.equal}
+        self.shards = stream.met.shards
+        digests = {name: each.digest for name, each in self.equal.items()}
+        told = self._meeting.tell([failed, digests, list(stream.met.made)])
+        for rank, (why_not, *_) in enumerate(told):
+            for name, why in why_not.items():
+                self.left_out.setdefault(name, f"rank {rank}: {why}")
                 self.kinds.pop(name, None)
-                stream = None
-        return stream
-
-    def _add_wrappings(self) -> None:
-        """Add how models of FSDP2 are wrapped."""
-        wrappings = sharded.wrapped()
-        there = self.equal.objects() if wrappings else {}
-        if saved_ones := [each for each in wrappings if id(each["modules"][0]) in there]:
-            self.equal.add(sharded.FSDP2, saved_ones)
-
-    def _agree(self) -> bool:
-        """Make a variable a rank's own that is equal alone, but shares objects with others in other ways."""
-        told, digests = self._meeting.tell(self.equal.digests), self.equal.digests
-        first = next((name for name in digests if len({each.get(name) for each in told}) > 1), None)
-        if first == sharded.FSDP2:
+        # Equal alone, but it shares objects with others in other ways: it is a rank's own.
+        differs = [name for name in digests if len({each.get(name) for _, each, _ in told}) > 1]
+        if differs[:1] == [sharded.FSDP2]:
             msg = "the ranks have wrapped their models by FSDP2 in different ways"
             raise NblaunchError(msg)
-        if first is not None:
-            self.kinds[first] = "own"
-        return first is None
+        if differs and differs[0] in self.kinds:
+            self.kinds[differs[0]] = "own"
+        self.keys = sharded.in_order(sharded.key_from(key) for *_, keys in told for key in keys)
+        return not differs and not any(why_not for why_not, *_ in told)
+
+    def _names(self, *, own: bool) -> list[str]:
+        return [name for name, kind in self.kinds.items() if (kind == "own") == own and name in self.values]
+
+    def _add(self, stream: _Stream, name: str, failed: dict[str, str]) -> None:
+        try:
+            stream.add(name, self.values[name])
+        except arrays.OverlapError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the objects raise
+            failed[name] = reason_of(error)
 
     def described(
         self, path: str, token: str, sizes: Sequence[Mapping[str, int]], jobs: Any
@@ -515,24 +497,6 @@ class _Save:
             tuple(self.values[ENVIRONMENT]),
             tuple(jobs),
         )
-
-
-def _whole(
-    make: Callable[[Sequence[Any]], _Segments], values: Mapping[str, Any], adding: list[str] | None = None
-) -> _Segments:
-    """Return the pickle of these; once more where a part of an array's memory came before the whole."""
-    first: list[Any] = []
-    while True:
-        stream = make(first)
-        try:
-            for name, value in values.items():
-                if adding is not None:
-                    adding.append(name)
-                stream.add(name, value)
-        except arrays.OverlapError as error:
-            first.append(error.root)
-        else:
-            return stream
 
 
 def own_device() -> torch.device:
@@ -591,37 +555,50 @@ class _Writing:
     def __init__(self, meeting: _Meeting, made: _Save, path: str, *, copied: bool) -> None:
         self._meeting = meeting
         self._directory = Path(path + saved.PARTIAL)
-        rank = meeting.rank
-        equal = made.equal.buffers()
-        parts = {
-            at: equal[at] for at, writer in enumerate(_writers(equal, meeting.world_size)) if writer == rank
-        }
-        own = made.own.buffers()
+        rank, ends = meeting.rank, [0] * meeting.world_size
         copy: Callable[[Data], Any] = _copy if copied else _same
-        self._equal_parts = {at: copy(each) for at, each in parts.items()}
-        self._own_parts = [copy(each) for each in own]
-        shards = made.equal.pickler.met.shards
-        self._shards = sharded.Shards(rank, shards, _cloned if copied else _same) if shards else None
-        self._streams = {
-            name: {"stream": each.stream, "segments": each.segments, "keys": made.keys}
-            for name, each in (("equal", made.equal), (f"rank-{rank}", made.own))
-        }
+        self._data: list[tuple[int, Any]] = []
+        self._files: dict[str, bytes] = {}
+        for name, pickled, writers in (
+            ("equal", made.equal, range(meeting.world_size)),
+            (f"rank-{rank}", made.own, [rank]),
+        ):
+            buffers = [buffer for each in pickled.values() for buffer in each.buffers]
+            where = _places(buffers, ends, writers)
+            self._data += [
+                (place[1], copy(each)) for each, place in zip(buffers, where, strict=True) if place[0] == rank
+            ]
+            self._files[name] = pickle.dumps(
+                {
+                    "variables": [
+                        (each, found.first_key, found.stream, len(found.buffers))
+                        for each, found in pickled.items()
+                    ],
+                    "places": where,
+                    "groups": made.keys,
+                }
+            )
+        if rank:
+            del self._files["equal"]
+        self._shards = (
+            sharded.Shards(rank, made.shards, _cloned if copied else _same) if made.shards else None
+        )
 
     def sizes(self, made: _Save) -> dict[str, int]:
-        """Return the bytes of each variable that this rank writes; 0 for those that others write."""
+        """Return the bytes of each variable that this rank writes; equal ones are the first rank's."""
         first = self._meeting.rank == 0
-        found = made.own.sizes | {name: size * first for name, size in made.equal.sizes.items()}
-        for name, numbers in made.equal.shards.items():
-            if self._shards is not None:
-                found[name] += sum(self._shards.bytes.get(number, 0) for number in numbers)
+        found = {name: each.size for name, each in made.own.items()}
+        for name, each in made.equal.items():
+            sizes = self._shards.bytes if self._shards is not None else {}
+            found[name] = each.size * first + sum(sizes.get(number, 0) for number in each.shards)
         return found
 
     def write(self, manifest: saved.SavedSession) -> None:
         """Write, and wait for the others; the first rank gives the directory its name."""
         rank, first = self._meeting.rank, self._meeting.rank == 0
-        self._write_data()
-        for name in ["equal"] * first + [f"rank-{rank}"]:
-            _write_file(self._directory / f"{name}.pkl", [memoryview(pickle.dumps(self._streams[name]))])
+        _write_file(self._directory / f"rank-{rank}.data", self._data)
+        for name, content in self._files.items():
+            _write_file(self._directory / f"{name}.pkl", [(0, memoryview(content))])
         shards = self._directory / "sharded"
         if self._shards is not None:
             self._shards.write(shards)
@@ -652,37 +629,18 @@ class _Writing:
                 f"the save to {manifest.path} failed, and the one before it is kept: {reason_of(error)}\n"
             )
 
-    def _write_data(self) -> None:
-        offset = 0
-        index: dict[str, Any] = {"equal": {}, "own": []}
-        fd = saved.create(self._directory / f"rank-{self._meeting.rank}.data")
-        try:
-            for at, data in [*self._equal_parts.items(), *((None, each) for each in self._own_parts)]:
-                if at is None:
-                    index["own"].append([offset, data.nbytes])
-                else:
-                    index["equal"][at] = [offset, data.nbytes]
-                begin = offset
-                for piece in _pieces(data):
-                    _write_all(fd, piece, begin)
-                    begin += piece.nbytes
-                offset = -(-(offset + data.nbytes) // _ALIGNED) * _ALIGNED
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        _write_file(
-            self._directory / f"rank-{self._meeting.rank}.index", [memoryview(json.dumps(index).encode())]
-        )
 
+def _places(buffers: Sequence[Data], ends: list[int], writers: Iterable[int]) -> list[tuple[int, int, int]]:
+    """Return the writer of each buffer, its offset there, and its size; all write about as much.
 
-def _writers(buffers: Sequence[Data], world_size: int) -> list[int]:
-    """Return which rank writes each buffer, so that all write about as much."""
-    loads = [0] * world_size
-    found = [0] * len(buffers)
+    `ends` are the ends of the ranks' files, which grow.
+    """
+    found = {}
     for at in sorted(range(len(buffers)), key=lambda each: -buffers[each].nbytes):
-        found[at] = min(range(world_size), key=loads.__getitem__)
-        loads[found[at]] += buffers[at].nbytes
-    return found
+        writer, size = min(writers, key=ends.__getitem__), buffers[at].nbytes
+        found[at] = writer, ends[writer], size
+        ends[writer] += size
+    return [found[at] for at in range(len(buffers))]
 
 
 def _same(data: Any) -> Any:
@@ -701,12 +659,14 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
 
 
-def _write_file(path: Path, parts: Sequence[memoryview]) -> None:
-    fd, offset = saved.create(path), 0
+def _write_file(path: Path, parts: Iterable[tuple[int, Data]]) -> None:
+    fd = saved.create(path)
     try:
-        for part in parts:
-            _write_all(fd, part, offset)
-            offset += part.nbytes
+        for begin, part in parts:
+            offset = begin
+            for piece in _pieces(part):
+                _write_all(fd, piece, offset)
+                offset += piece.nbytes
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -768,16 +728,15 @@ class _Loading:
         self._directory, self._meeting = Path(manifest.path), meeting
         self.values: dict[str, Any] = {}
         self.lost: dict[str, str] = {}
-        device = own_device()
-        self._met = sharded.loading = sharded.GroupObjects(meeting.rank, meeting.world_size, device)
+        self._objects: dict[int, Any] = {}
+        self._met = sharded.loading = sharded.GroupObjects(meeting.rank, meeting.world_size, own_device())
         try:
-            equal = _read(self._directory / "equal.pkl")
+            equal = self._read("equal")
             if dist.is_initialized():
-                self._met.make(equal["keys"], manifest.world_size)
-            places = self._take(equal, self._equal_buffers(manifest.world_size), str(device), {})
+                self._met.make(equal["groups"], manifest.world_size)
+            self._take(equal)
             if manifest.world_size == meeting.world_size:
-                own = _read(self._directory / f"rank-{meeting.rank}.pkl")
-                self._take(own, self._own_buffers(), str(device), places)
+                self._take(self._read(f"rank-{meeting.rank}"))
         finally:
             sharded.loading = None
 
@@ -787,52 +746,37 @@ class _Loading:
             sharded.read(self._directory / "sharded", self._met.shards)
         sharded.wrap_again(self.values.get(sharded.FSDP2, ()))
 
-    def _take(
-        self, saved_stream: Mapping[str, Any], buffers: Sequence[Any], device: str, equal: Mapping[int, Any]
-    ) -> Mapping[int, Any]:
-        """Unpickle variables, each by itself; return the objects by their places."""
-        begin, first = 0, 0
-        reader = pickling.SegmentReader(saved_stream["stream"], device, lambda key: _found(equal, key))
-        for name, end, last in saved_stream["segments"]:
+    def _read(self, name: str) -> Any:
+        content = (self._directory / f"{name}.pkl").read_bytes()
+        return pickle.loads(content)  # noqa: S301 - the user's own, see `saved.open_saved`
+
+    def _take(self, content: Mapping[str, Any]) -> None:
+        """Unpickle variables, each by itself."""
+        places = iter(content["places"])
+        for name, first_key, stream, count in content["variables"]:
+            parts = [memoryview(stream), *(self._buffer(*next(places)) for _ in range(count))]
             try:
-                self.values[name] = reader.read(begin, end, buffers[first:last])
+                loaded = pickling.loads_known(
+                    parts, str(self._met.device), self._found, lambda _: None, pushed=False
+                )
             except Exception as error:  # noqa: BLE001 - whatever the objects raise
                 self.lost[name] = reason_of(error)
-                reader.skip(begin, buffers[first:last])
-            begin, first = end, last
-        return reader.memo()
+            else:
+                self.values[name] = loaded.value
+                self._objects |= {first_key + place: obj for place, obj in loaded.places().items()}
 
-    def _equal_buffers(self, saved_by: int) -> list[Any]:
-        found: dict[int, Any] = {}
-        for rank in range(saved_by):
-            index = json.loads((self._directory / f"rank-{rank}.index").read_text())["equal"]
-            with (self._directory / f"rank-{rank}.data").open("rb") as file:
-                found |= {int(at): _buffer(file, *where) for at, where in index.items()}
-        return [found[at] for at in range(len(found))]
+    def _found(self, key: int) -> Any:
+        if key not in self._objects:
+            msg = "it has an object of a variable that could not be loaded"
+            raise pickle.UnpicklingError(msg)
+        return self._objects[key]
 
-    def _own_buffers(self) -> list[Any]:
-        name = f"rank-{self._meeting.rank}"
-        index = json.loads((self._directory / f"{name}.index").read_text())["own"]
-        with (self._directory / f"{name}.data").open("rb") as file:
-            return [_buffer(file, *where) for where in index]
-
-
-def _found(equal: Mapping[int, Any], key: int) -> Any:
-    if key - 1 not in equal:
-        msg = "it has an object of a variable that could not be loaded"
-        raise pickle.UnpicklingError(msg)
-    return equal[key - 1]
-
-
-def _read(path: Path) -> Any:
-    return pickle.loads(path.read_bytes())  # noqa: S301 - the user's own file, see `saved.open_saved`
-
-
-def _buffer(file: Any, offset: int, size: int) -> memoryview:
-    """Return a part of a file in memory that can be written to."""
-    whole = tensors.memory(size)
-    file.seek(offset)
-    if file.readinto(whole) != size:
-        msg = f"{file.name} is shorter than it was saved"
-        raise NblaunchError(msg)
-    return whole
+    def _buffer(self, rank: int, offset: int, size: int) -> memoryview:
+        """Return a part of a file in memory that can be written to."""
+        whole = tensors.memory(size)
+        with (self._directory / f"rank-{rank}.data").open("rb") as file:
+            file.seek(offset)
+            if file.readinto(whole) != size:
+                msg = f"{file.name} is shorter than it was saved"
+                raise NblaunchError(msg)
+        return whole

@@ -81,6 +81,7 @@ def whole(model, opt):
 """
 
 
+@pytest.mark.quick
 def test_what_was_saved_goes_on_in_another_session_as_it_would_have(tmp_path):
     with nblaunch.Session(nproc=2, display=False, env={"A_KEY": "of --env"}) as session:
         session.cell(SETUP, namespace={})
@@ -115,7 +116,6 @@ def save(tmp_path_factory):
     return path
 
 
-@pytest.mark.full
 def test_what_cannot_be_saved_is_left_out_and_named_and_strict_refuses_it(save, tmp_path):
     left_out = saved.open_saved(str(save)).left_out
     assert set(left_out) == {"made", "kept"}
@@ -130,7 +130,6 @@ def test_what_cannot_be_saved_is_left_out_and_named_and_strict_refuses_it(save, 
     assert not (tmp_path / "strict").exists()
 
 
-@pytest.mark.full
 def test_another_number_of_ranks_is_refused_by_name_unless_these_are_dropped(save):
     with pytest.raises(nblaunch.NblaunchError, match=r"mine is each rank's own.*--drop mine"):
         nblaunch.Session(nproc=3, restore=str(save), display=False)
@@ -142,7 +141,6 @@ def test_another_number_of_ranks_is_refused_by_name_unless_these_are_dropped(sav
         assert "left out: mine" in found.warnings[0]
 
 
-@pytest.mark.full
 def test_the_notebook_replaces_its_own_functions_after_a_load_and_no_variable_of_the_ranks(tmp_path):
     notebook = {"__name__": "__main__", "data": [1]}
     exec("def f(): return data, 1", notebook)  # noqa: S102 - as a notebook does
@@ -160,7 +158,6 @@ def test_the_notebook_replaces_its_own_functions_after_a_load_and_no_variable_of
         )
 
 
-@pytest.mark.full
 def test_sharded_models_and_their_optimizers_come_back_on_any_number_of_ranks(tmp_path):
     look = "whole(model, opt), whole(split, other)"
     go_on = f"for n in (3, 4): step(model, opt, n); step(split, other, n)\n{look}"
@@ -185,7 +182,6 @@ def test_sharded_models_and_their_optimizers_come_back_on_any_number_of_ranks(tm
         assert session.cell(go_on, namespace={}).values[0] == after
 
 
-@pytest.mark.full
 def test_cells_go_on_while_a_save_is_written_and_it_has_what_was_there_before_them(tmp_path):
     slowly = (
         "import os; write = os.pwrite\ndef pwrite(*a): time.sleep(0.2); return write(*a)\nos.pwrite = pwrite"
@@ -206,7 +202,6 @@ def test_cells_go_on_while_a_save_is_written_and_it_has_what_was_there_before_th
         ]
 
 
-@pytest.mark.full
 def test_a_save_that_is_killed_leaves_the_one_before_it(tmp_path):
     with nblaunch.Session(nproc=2, display=False) as session:
         pids = list(session.cell("import os, time, torch; a = 1; os.getpid()", namespace={}).values)
@@ -223,7 +218,6 @@ def test_a_save_that_is_killed_leaves_the_one_before_it(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["save"]
 
 
-@pytest.mark.full
 def test_what_cannot_be_loaded_is_named_and_all_else_is_there(tmp_path):
     (tmp_path / "mod").mkdir()
     (tmp_path / "mod" / "gone.py").write_text("class Thing:\n    pass\n")
@@ -244,7 +238,6 @@ def test_what_cannot_be_loaded_is_named_and_all_else_is_there(tmp_path):
         assert "b could not be loaded (rank 0: No module named 'gone')" in found.warnings[0]
 
 
-@pytest.mark.full
 def test_the_magic_saves_and_starts(kernel, tmp_path):
     kernel.ok("%distributed start -n 2")
     kernel.ok("%%distributed\nx = [rank]; y = 5")
@@ -258,7 +251,6 @@ def test_the_magic_saves_and_starts(kernel, tmp_path):
     kernel.ok("%distributed stop")
 
 
-@pytest.mark.full
 def test_a_manifest_is_for_people_too(save):
     manifest = json.loads((save / "manifest.json").read_text())
     assert (manifest["format"], manifest["world_size"]) == (1, 2)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import os
-import pickle
 import time
 from typing import Any
 
 import pytest
 
 from nblaunch._errors import NblaunchError
-from nblaunch.capture import pickling, saved
+from nblaunch.capture import saved
 from nblaunch.capture.saved import SavedSession, SavedVariable
 
 
@@ -125,35 +122,3 @@ def test_what_another_number_of_ranks_cannot_have_is_named():
     with pytest.raises(NblaunchError, match=r"model needs a mesh like \(2, 2\)"):
         saved.fit(found, 3, ["mine"])
     assert saved.fit(found, 3, ["all"]) >= {"mine", "model"}
-
-
-class Gone:
-    """Cannot be loaded."""
-
-    def __reduce__(self):
-        return eval, ("1 / 0",)
-
-
-def test_a_piece_of_a_pickle_that_fails_costs_only_what_has_its_objects():
-    shared, text = [1], "a text that is in several"
-    pieces = [
-        [text, shared],
-        {"x": Gone(), "y": [text], text: shared, "new": (inner := [2])},
-        [inner],
-        [text, "new", shared],
-    ]
-    stream, ends = io.BytesIO(), [0]
-    pickler = pickle.Pickler(stream, protocol=5)
-    for each in pieces:
-        pickler.dump(each)
-        ends.append(stream.tell())
-    reader = pickling.SegmentReader(stream.getvalue(), "cpu", lambda _: None)
-    found = []
-    for begin, end in itertools.pairwise(ends):
-        try:
-            found.append(reader.read(begin, end, ()))
-        except (ZeroDivisionError, pickle.UnpicklingError) as error:
-            found.append(type(error))
-            reader.skip(begin, ())
-    assert found == [[text, [1]], ZeroDivisionError, pickle.UnpicklingError, [text, "new", [1]]]
-    assert found[3][2] is found[0][1]
