@@ -106,6 +106,11 @@ def listed(names: Collection[str]) -> str:
     return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"
 
 
+def exists(path: str) -> bool:
+    """Return whether there is something under this name, which a save may be in the middle of replacing."""
+    return Path(path).exists() or Path(path + BEFORE).exists()
+
+
 def open_saved(path: str) -> SavedSession:
     """Return what a directory has. Raises `NblaunchError` if it is no save, or not safely the user's own.
 

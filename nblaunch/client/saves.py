@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nblaunch._errors import NblaunchError
+from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch._results import Outcome
 from nblaunch.capture import pickling, saved
 from nblaunch.capture.saved import SavedSession
@@ -20,16 +22,18 @@ from nblaunch.protocol.state import View
 
 def save(session: LiveSession, path: str, *, background: bool = False, strict: bool = False) -> SavedSession:
     """Save the variables of a session's ranks. Raises `NblaunchError` if that fails."""
+    found = _save(session, absolute(path), background=background, strict=strict)
+    assert found is not None  # noqa: S101 - only one that is made by itself is left out
+    return found
+
+
+def _save(session: LiveSession, directory: str, **how: bool) -> SavedSession | None:
     jobs = [
         {"title": each.title, "state": each.state, "started": each.started, "ended": each.ended}
         for each in session.jobs
     ]
-    directory = absolute(path)
-    outcome = session.ask_all(
-        "save", "save", directory, secrets.token_hex(8), jobs, background=background, strict=strict
-    )
-    found = _values(outcome, f"save to {directory}")[0]
-    assert isinstance(found, SavedSession)  # noqa: S101 - of the first rank
+    outcome = session.ask_all("save", "save", directory, secrets.token_hex(8), jobs, **how)
+    found: SavedSession | None = _values(outcome, f"save to {directory}")[0]
     return found
 
 
@@ -41,23 +45,63 @@ def absolute(path: str) -> str:
 def start(
     options: LaunchOptions, *, name: str = "default", watch: Callable[[str, str], View] = silent
 ) -> LiveSession:
-    """Start a session, with the variables of a save if the options name one.
+    """Start a session, with the variables of a save if the options name one; it may save by itself.
 
     It has as many ranks as those that have saved, unless others are asked for. Raises `NblaunchError` for a
     directory that is no save, that is not the user's own, or of which these ranks cannot have all.
     """
     if options.restore is None:
+        if options.save_every is not None:
+            msg = (
+                "save_every needs a directory to save to, which may be there or not: --from NAME (restore=)."
+            )
+            raise OptionError(msg)
         return start_session(options, name=name, watch=watch)
-    found = saved.open_saved(absolute(options.restore))
-    if options.nproc_per_node == "auto" and options.on is None and options.nnodes == "1":
+    directory = absolute(options.restore)
+    begins = options.save_every is not None and not saved.exists(directory)
+    found = None if begins else saved.open_saved(directory)
+    if found and options.nproc_per_node == "auto" and options.on is None and options.nnodes == "1":
         options = replace(options, nproc_per_node=found.world_size)
     session = start_session(options, name=name, watch=watch)
     try:
-        session.note(_restore(session, found))
+        session.note(
+            _restore(session, found) if found else f"{directory} is not there yet: nothing is loaded"
+        )
+        if options.save_every is not None:
+            _values(session.ask_all("save", "save_if_preempted", directory), "save before preemption")
+            session.after_job = _RegularSaves(session, directory, options.save_every)
     except BaseException:
         session.close()
         raise
     return session
+
+
+class _RegularSaves:
+    """Saves a session after a cell, when its time has come; a failure is told once."""
+
+    def __init__(self, session: LiveSession, directory: str, seconds: float) -> None:
+        self._session = weakref.ref(session)
+        self._directory, self._seconds = directory, seconds
+        self._last, self._attempt = time.monotonic(), session.attempt
+        self._told = ""
+
+    def __call__(self) -> None:
+        session = self._session()
+        if session is None or time.monotonic() < self._last + self._seconds:
+            return
+        why = ""
+        try:
+            if session.attempt != self._attempt:
+                why = "ranks were replaced, and have lost variables that are in it"
+            elif _save(session, self._directory, background=True, by_itself=True) is not None:
+                self._last = time.monotonic()
+        except NblaunchError as error:
+            if error.kind == FailureKind.SESSION_BUSY:  # the next cell has begun
+                return
+            why, self._last = str(error), time.monotonic()
+        if why and why != self._told:
+            session.note(f"the session is not saved to {self._directory} by itself: {why}")
+        self._told = why
 
 
 def _restore(session: LiveSession, found: SavedSession) -> str:

@@ -164,6 +164,8 @@ class LiveSession:
         self._names = {each.rank: each for each in opened.names}
         self._notes = notes
         """For the next job whose result the user sees."""
+        self.after_job: Callable[[], None] = lambda: None
+        """Called when a job of the user's has succeeded."""
         # Ranks that another client has sent objects know those by its keys.
         self._keys = itertools.count(self._runtime.number())
         self._knowledge = Knowledge(self._keys)
@@ -417,11 +419,18 @@ class LiveSession:
             # The one way to take and release a lock that no interrupt comes between.
             with self._busy:
                 self._brief = job.brief
-                return self._run(job)
-        try:
-            return self._run(job, cancelled)
-        finally:
-            self._busy.release()
+                outcome = self._run(job)
+        else:
+            try:
+                outcome = self._run(job, cancelled)
+            finally:
+                self._busy.release()
+        if not job.internal and outcome.error is None:
+            try:
+                self.after_job()
+            except KeyboardInterrupt as error:
+                return replace(outcome, error=error)
+        return outcome
 
     def _run(
         self, job: ClientJob, cancelled: threading.Event | None = None, view: View | None = None

@@ -91,6 +91,11 @@ class LaunchOptions:
         kinds.one_line, "Begin with the variables of a saved session: a directory that is your own.",
         default=None, scope="session", torchrun="omitted", flag="--from",
     )
+    save_every: float | None = option(
+        kinds.duration(),
+        "Save to the --from directory, which need not be there yet, after a cell when this has passed.",
+        default=None, scope="session", torchrun="omitted",
+    )
     drop: tuple[str, ...] = option(
         kinds.python_names,
         "With --from and another number of ranks: ranks' own variables to leave out; all for all.",

@@ -240,7 +240,7 @@ class Rank:
             return
         self.link.send(messages.Preempting(rank=self.rank))
         stdio.output.main_saves = not in_job
-        failed = preempt.call_all(until) if self._unsaved else ()
+        failed = preempt.call_all(until, in_job=in_job) if self._unsaved else ()
         stdio.output.main_saves = self._unsaved = False
         preempt.saved()
         offsets = None if in_job or self.orders.keep else stdio.output.offsets()

@@ -24,6 +24,8 @@ _owner = 0
 """The process that registered the functions: its children inherit its handler."""
 _ordered = _saved = -_STALE_SECONDS
 """When an order to save came last, and when one was last carried out (monotonic)."""
+cut_off = False
+"""Whether the functions that are called now are called within a job, which does not go on."""
 
 
 def add(function: Callable[[float], object]) -> None:
@@ -61,9 +63,11 @@ def saved() -> None:
     _saved = time.monotonic()
 
 
-def call_all(until: float) -> tuple[str, ...]:
+def call_all(until: float, *, in_job: bool = False) -> tuple[str, ...]:
     """Call all functions, each with the seconds until then (monotonic); return why some have failed."""
+    global cut_off
     failed = []
+    cut_off = in_job
     for function in tuple(_functions):
         try:
             function(max(until - time.monotonic(), 0.0))

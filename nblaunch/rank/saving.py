@@ -22,6 +22,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -46,7 +47,7 @@ from nblaunch.capture.identity import has_identity
 from nblaunch.capture.parts import LEAVES, is_by_value, type_name
 from nblaunch.capture.unpicklable import find_culprit, reason_of
 from nblaunch.probes import surroundings
-from nblaunch.rank import environment, namespace, process_group, sharded, shell
+from nblaunch.rank import environment, namespace, preempt, process_group, sharded, shell
 
 _PIECE = 64 << 20
 _SAMPLE = 1 << 16
@@ -518,19 +519,34 @@ def _pieces(buffer: Data) -> Iterator[memoryview]:
 # --- writing ----------------------------------------------------------------------------------------------
 
 _writing: threading.Thread | None = None
+_told = False
+"""Whether a save that a session has made by itself has failed, and none has succeeded since."""
 
 
-def save(path: str, token: str, jobs: Any, *, background: bool, strict: bool) -> saved.SavedSession | None:
+def save(  # noqa: PLR0913 - what a save is, and who waits for it
+    path: str,
+    token: str,
+    jobs: Any,
+    *,
+    background: bool = False,
+    strict: bool = False,
+    by_itself: bool = False,
+    seconds: float = float("inf"),
+) -> saved.SavedSession | None:
     """Save the variables of all ranks, each of which calls this; the first returns the manifest.
 
-    In the background copies are written, on a thread, which says on standard error if it fails.
+    In the background copies are written, on a thread, which says on standard error if it fails. A save that
+    the session makes `by_itself` is left out while the last one is being written.
     """
-    global _writing
-    if _writing is not None and _writing.is_alive():
-        msg = "the last save is still being written"
-        raise NblaunchError(msg)
-    meeting = _Meeting(token)
+    global _writing, _told
+    _told = _told and by_itself
+    meeting = _Meeting(token, seconds)
     with meeting.together():
+        if any(meeting.tell(_writing is not None and _writing.is_alive())):
+            if by_itself:
+                return None
+            msg = "the last save is still being written"
+            raise NblaunchError(msg)
         assert namespace.here is not None  # noqa: S101 - a session's rank
         made = _Save(meeting, namespace.here)
         if made.left_out and strict:
@@ -547,6 +563,24 @@ def save(path: str, token: str, jobs: Any, *, background: bool, strict: bool) ->
     _writing = threading.Thread(target=writing.write_alone, args=[manifest], name="nblaunch-save")
     _writing.start()
     return manifest if meeting.rank == 0 else None
+
+
+def save_if_preempted(path: str) -> None:
+    """From now on, save before the node is taken back: all but what a cell has done that was cut off.
+
+    In the middle of a step parts of the variables may be of the next one. The functions of the user's that
+    are called then have half of the time, whatever the other ranks do.
+    """
+    attempt, numbers = process_group.attempt(), itertools.count(1)
+
+    def save_by_itself(seconds: float) -> None:
+        token = f"preempted {next(numbers)}"
+        if process_group.attempt() != attempt:
+            return
+        if not any(_Meeting(f"{token} cut off", seconds / 4).tell(preempt.cut_off)):
+            save(path, token, (), by_itself=True, seconds=seconds / 4)
+
+    preempt.add(save_by_itself)
 
 
 class _Writing:
@@ -621,13 +655,17 @@ class _Writing:
 
     def write_alone(self, manifest: saved.SavedSession) -> None:
         """Write beside cells."""
+        global _told
         try:
             with self._meeting.together():
                 self.write(manifest)
+            _told = False
         except Exception as error:  # noqa: BLE001 - a full disk, a rank that is gone
-            sys.stderr.write(
-                f"the save to {manifest.path} failed, and the one before it is kept: {reason_of(error)}\n"
-            )
+            told, _told = _told, True
+            if not told:
+                sys.stderr.write(
+                    f"the save to {manifest.path} failed, and the one before it is kept: {reason_of(error)}\n"
+                )
 
 
 def _places(buffers: Sequence[Data], ends: list[int], writers: Iterable[int]) -> list[tuple[int, int, int]]:

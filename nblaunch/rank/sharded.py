@@ -22,6 +22,7 @@ from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from nblaunch._errors import NblaunchError
 from nblaunch.capture.saved import scaled
 
 _TENSOR = "torch.distributed.tensor"
@@ -224,20 +225,23 @@ class _Facts:
             return torch.nn.Parameter(found, self.wants_grad)
         return found.requires_grad_(self.wants_grad)
 
+    def empty(self, mesh: Any, device: torch.device) -> Any:
+        """Return a DTensor of this rank's shape, whose elements are to be filled."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, _ = compute_local_shape_and_global_offset(torch.Size(self.shape), mesh, self.placements)
+        return self.made(mesh, torch.empty(shape, dtype=self.dtype, device=device))
+
 
 def _with_shard(mesh: Any, facts: _Facts, local: Any) -> Any:
     return facts.made(mesh, local)
 
 
 def _without_shard(mesh: Any, facts: _Facts, number: str) -> Any:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     assert loading is not None  # noqa: S101 - see `_found`
-    shape, _ = compute_local_shape_and_global_offset(torch.Size(facts.shape), mesh, facts.placements)
     where = loading.device if mesh.device_type == loading.device.type else torch.device(mesh.device_type)
-    made = facts.made(mesh, torch.empty(shape, dtype=facts.dtype, device=where))
-    loading.shards[number] = made
-    return made
+    loading.shards[number] = facts.empty(mesh, where)
+    return loading.shards[number]
 
 
 def _set_ddp(model: Any, state: dict[str, Any]) -> None:
@@ -309,13 +313,23 @@ def _wrapping(state: Any, group: Any) -> dict[str, Any]:
         places += zip(known.shared_modules, known.shared_param_names, strict=True)
         # Not what FSDP2 has: another one may have taken its place since the last forward.
         parameter = known.module._parameters[known.param_name]  # noqa: SLF001 - torch's own
-        found["parameters"].append((parameter, each.fsdp_placement, places))
+        parallel = _tensor_parallel(each) if each.is_dtensor else None
+        found["parameters"].append((parameter, each.fsdp_placement, places, parallel))
     return found | {
         "mesh": info.mesh,
         "reshard_after_forward": again,
         "mp_policy": group.mp_policy,
         "offload_policy": group.offload_policy,
     }
+
+
+def _tensor_parallel(param: Any) -> tuple[Any, Any]:
+    """Return the mesh and the placements that a parameter had before FSDP2 sharded it, too."""
+    if getattr(param.mesh_info, "is_spmd_mesh", False):
+        msg = "a model that fully_shard got with dp_mesh_dims cannot be saved: save its state_dict"
+        raise NblaunchError(msg)
+    spec = getattr(param, "_unsharded_dtensor_spec", None) or param._tp_spec  # noqa: SLF001 - as above, torch 2.8
+    return spec.mesh, spec.placements
 
 
 def wrap_again(wrappings: Sequence[Mapping[str, Any]]) -> None:
@@ -331,13 +345,8 @@ def wrap_again(wrappings: Sequence[Mapping[str, Any]]) -> None:
     for each in wrappings:
         placements: dict[int, Any] = {}
         whole: list[Any] = []
-        for parameter, placement, places in each["parameters"]:
-            whole.append(
-                torch.nn.Parameter(
-                    torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
-                    parameter.requires_grad,
-                )
-            )
+        for parameter, placement, places, parallel in each["parameters"]:
+            whole.append(_stand_in(parameter, parallel))
             placements[id(whole[-1])] = placement
             for module, name in places:
                 module._parameters[name] = whole[-1]  # noqa: SLF001 - FSDP2 refuses `setattr`
@@ -348,9 +357,20 @@ def wrap_again(wrappings: Sequence[Mapping[str, Any]]) -> None:
             options["shard_placement_fn"] = lambda parameter, known=placements: known.get(id(parameter))
         modules = each["modules"]
         fully_shard(modules[0] if len(modules) == 1 else modules, **options)
-        for parameter, _, places in each["parameters"]:
+        for parameter, _, places, _ in each["parameters"]:
             for module, name in places:
                 module._parameters[name] = parameter  # noqa: SLF001 - as above
+
+
+def _stand_in(parameter: Any, parallel: tuple[Any, Any] | None) -> Any:
+    """Return a parameter before FSDP2 has sharded it; with tensor parallelism it was a DTensor already."""
+    shape, stride, dtype = tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype
+    if parallel is None:
+        whole = torch.empty(shape, dtype=dtype, device="meta")
+        return torch.nn.Parameter(whole, parameter.requires_grad)
+    mesh, placements = parallel
+    facts = _Facts(placements, shape, stride, dtype, parameter.requires_grad, is_parameter=True)
+    return facts.empty(mesh, torch.device("meta"))
 
 
 # Shards, by torch.distributed.checkpoint without its collectives: cells go on in the group meanwhile.

@@ -256,6 +256,26 @@ def test_a_cell_at_work_is_preempted_and_its_session_goes_on_until_its_nodes_end
         cell(session, "1")
 
 
+def test_a_session_that_saves_by_itself_does_so_between_two_cells_and_not_in_the_middle_of_one(tmp_path):
+    save = tmp_path / "save"
+    with nblaunch.Session(**ON, restore=save, save_every=3600) as session:
+        pids = cell(session, "import os, time; from pathlib import Path; a = 1; os.getpid()")
+        stays = (
+            "a = 'torn'; Path(%r, f'pid-{os.environ[\"RANK\"]}').write_text(str(os.getpid())); time.sleep(50)"
+        )
+        going_on = Handle(lambda _: cell_outcome(session, stays % str(tmp_path)))
+        begun(tmp_path)
+        node_of(pids[0]).send_signal(signal.SIGUSR1)
+        with pytest.raises(RunPreemptedError):
+            going_on.result(PATIENCE)
+        assert cell(session, "a = 2") == [None, None]
+        assert not save.exists()
+        node_of(pids[1]).send_signal(signal.SIGTERM)
+        eventually(lambda: not session._live.open, "the session has ended")
+    with nblaunch.Session(nproc=2, restore=save) as session:
+        assert cell(session, "a") == [2, 2]
+
+
 def cell_count(directory: Path) -> list[str]:
     return [text(directory / f"saved-{rank}") for rank in range(2)]
 

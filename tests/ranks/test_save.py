@@ -74,6 +74,21 @@ def made_in_parallel():
     model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
+def made_in_both():
+    torch.manual_seed(3)
+    mesh = init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    model = parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for each in (model[0], model[2], model):
+        fully_shard(each, mesh=mesh["data"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+def step_in_both(model, opt, number):
+    torch.manual_seed(100 * number)
+    opt.zero_grad()
+    model(torch.randn(16, 8).to(device)).square().mean().backward()
+    opt.step()
+
 def whole(model, opt):
     found = [*model.parameters()]
     found += [value for each in found for _, value in sorted(opt.state[each].items())]
@@ -159,20 +174,21 @@ def test_the_notebook_replaces_its_own_functions_after_a_load_and_no_variable_of
 
 
 def test_sharded_models_and_their_optimizers_come_back_on_any_number_of_ranks(tmp_path):
-    look = "whole(model, opt), whole(split, other)"
-    go_on = f"for n in (3, 4): step(model, opt, n); step(split, other, n)\n{look}"
+    look = "whole(model, opt), whole(split, other), whole(both, third)"
+    steps = "step(model, opt, n); step(split, other, n); step_in_both(both, third, n)"
+    go_on = f"for n in (3, 4): {steps}\n{look}"
     with nblaunch.Session(nproc=4, display=False) as session:
         session.cell(STEPS + TENSOR_PARALLEL, namespace={})
         session.cell(
-            "model, opt = made('fsdp'); split, other = made_in_parallel()\n"
-            "for n in range(3): step(model, opt, n); step(split, other, n)",
+            "model, opt = made('fsdp'); split, other = made_in_parallel(); both, third = made_in_both()\n"
+            f"for n in range(3): {steps}",
             namespace={},
         )
         report = session.save(tmp_path / "4")
         before = session.cell(look, namespace={}).values[0]
         after = session.cell(go_on, namespace={}).values[0]
     kinds = {each.name: each.kind for each in report.variables}
-    assert {kinds[name] for name in ("model", "opt", "split", "other")} == {"sharded"}
+    assert {kinds[name] for name in ("model", "opt", "split", "other", "both", "third")} == {"sharded"}
     with nblaunch.Session(nproc=2, restore=str(tmp_path / "4"), display=False) as session:
         assert session.cell(look, namespace={}).values[0] == before
         session.save(tmp_path / "2")
@@ -257,3 +273,31 @@ def test_a_manifest_is_for_people_too(save):
     assert {each["name"]: each["type"] for each in manifest["variables"]}["opt"] == "torch.optim.adamw.AdamW"
     assert manifest["environment"] == ["A_MODE"]
     assert [each["title"] for each in manifest["jobs"]] == ["cell", "cell"]
+
+
+def test_a_session_saves_by_itself_after_cells_that_succeed_and_begins_with_that_the_next_time(tmp_path):
+    save = tmp_path / "save"
+    with nblaunch.Session(nproc=2, restore=save, save_every=0.001, display=False) as session:
+        assert "save is not there yet" in session.cell("a = rank", namespace={}).warnings[0]
+        eventually(save.exists, "it has saved", 60)
+        session.cell("a = 'in the middle'; 1 / 0", namespace={}, check=False)
+        session.restart()
+        session.cell("b = 1", namespace={})
+        assert "ranks were replaced" in session.cell("b", namespace={}).warnings[0]
+        assert session.cell("b", namespace={}).warnings == ()
+    with nblaunch.Session(restore=save, save_every=3600.0, display=False) as session:
+        assert session.cell("a, 'b' in globals()", namespace={}).values == [(0, False), (1, False)]
+
+
+def test_a_session_that_cannot_save_by_itself_says_so_once_and_its_cells_go_on(tmp_path):
+    (tmp_path / "file").touch()
+    with nblaunch.Session(
+        nproc=2, restore=tmp_path / "file" / "save", save_every=0.001, display=False
+    ) as session:
+        told = [session.cell("rank", namespace={}) for _ in range(3)]
+    assert [list(each.values) for each in told] == [[0, 1]] * 3
+    assert "is not saved to" in told[1].warnings[0]
+    assert "File exists" in told[1].warnings[0]
+    assert told[2].warnings == ()
+    with pytest.raises(nblaunch.NblaunchError, match="save_every needs a directory"):
+        nblaunch.Session(nproc=2, save_every=60, display=False)

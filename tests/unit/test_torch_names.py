@@ -326,6 +326,13 @@ def test_fsdp2_still_keeps_how_a_model_was_wrapped(name):
     assert f"self.{name} =" in source, broken(_fsdp_param_group.FSDPParamGroup, name)
 
 
+def test_fsdp2_still_keeps_how_tensor_parallelism_had_placed_a_parameter():
+    source = inspect.getsource(_fsdp_param_group.FSDPParam)
+    assert "self.is_dtensor =" in source, broken(_fsdp_param_group.FSDPParam, "is_dtensor")
+    names = "self._unsharded_dtensor_spec =", "self._tp_spec ="
+    assert any(each in source for each in names), broken(_fsdp_param_group.FSDPParam, names[0])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the library has another name")
 def test_torchs_libraries_still_have_a_log_level():
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
