@@ -3,17 +3,20 @@
     NAME/manifest.json   for people, and for who loads: format, number of ranks, each variable and its kind
     NAME/equal.pkl       the variables that are equal on all ranks, once; sharded ones with their shape alone
     NAME/rank-2.pkl      the variables that are rank 2's own
-    NAME/rank-2.data     arrays and tensors of both, in the order of the list in `rank-2.pkl`
+    NAME/rank-2.data     arrays and tensors of both that rank 2 has written; the two name the place of each
     NAME/sharded/        shards, by torch.distributed.checkpoint, which reads them for any number of ranks
 
-It is written as `NAME.partial` and renamed once it is whole and on the disk. While a save takes the place of
-an older one, that is `NAME.before`: a save that is killed leaves one of the two.
+It is written as `NAME.partial-TOKEN` and renamed once it is whole and on the disk. While a save takes the
+place of an older one, that is `NAME.before`: a save that is killed leaves one of the two.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
+import secrets
 import shutil
 import stat
 import time
@@ -169,9 +172,12 @@ def _manifest(directory: Path) -> SavedSession:
         found = tuple(SavedVariable(**each) for each in variables)
         return SavedSession(str(directory), variables=found, **known)
     except FileNotFoundError:
-        partial = Path(str(directory) + PARTIAL)
-        why = f" ({partial} was begun, and is not whole)" if partial.exists() else ""
+        begun = next(_begun(directory), None)
+        why = f" ({begun} was begun, and is not whole)" if begun is not None else ""
         msg = f"{directory} is no saved session: it has no {MANIFEST}{why}."
+        raise NblaunchError(msg) from None
+    except OSError as error:
+        msg = f"{directory / MANIFEST} cannot be read: {error.strerror}"
         raise NblaunchError(msg) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{directory / MANIFEST} cannot be read: {type(error).__name__}: {error}"
@@ -227,36 +233,54 @@ def fit(saved: SavedSession, world_size: int, drop: Collection[str]) -> frozense
 # Writing.
 
 
-def begin(path: str) -> Path:
-    """Make the directory that is renamed at the end. Raises `NblaunchError` or `OSError`."""
-    directory, partial, before = Path(path), Path(path + PARTIAL), Path(path + BEFORE)
+def partial(path: str, token: str) -> Path:
+    """Return the directory in which a save is written."""
+    return Path(f"{path}{PARTIAL}-{token}")
+
+
+def _begun(directory: Path) -> Iterator[Path]:
+    yield from directory.parent.glob(f"{glob.escape(directory.name)}{PARTIAL}-*")
+
+
+def begin(path: str, token: str) -> Path:
+    """Make the directory that is renamed at the end. Raises `NblaunchError` or `OSError`.
+
+    Another save of that name that is being written fails: its directory is gone at once.
+    """
+    directory, made, before = Path(path), partial(path, token), Path(path + BEFORE)
     if before.exists() and not directory.exists():
         before.rename(directory)  # a save was killed while it took the place of this one
     if directory.exists() and not (directory / MANIFEST).is_file():
         msg = f"{path} is there already, and is no saved session. Give another name."
         raise NblaunchError(msg)
-    shutil.rmtree(partial, ignore_errors=True)
+    for each in _begun(directory):
+        removed = partial(path, secrets.token_hex(4))
+        with contextlib.suppress(FileNotFoundError):
+            each.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial.mkdir(mode=0o700)
-    return partial
+    made.mkdir(mode=0o700)
+    return made
 
 
 def commit(saved: SavedSession) -> None:
     """Have the directory take its name: it is whole."""
     directory = Path(saved.path)
-    partial, before = Path(saved.path + PARTIAL), Path(saved.path + BEFORE)
-    fd = create(partial / MANIFEST)
+    made, before = partial(saved.path, saved.token), Path(saved.path + BEFORE)
+    fd = create(made / MANIFEST)
     with os.fdopen(fd, "w") as file:
         file.write(saved.to_json())
         file.flush()
         os.fsync(fd)
-    for each in partial.rglob("*"):
+    for each in made.rglob("*"):
         each.chmod(0o700 if each.is_dir() else 0o600)
-    _sync(partial)
+        if each.is_dir():
+            _sync(each)
+    _sync(made)
     shutil.rmtree(before, ignore_errors=True)
     if directory.exists():
         directory.rename(before)
-    partial.rename(directory)
+    made.rename(directory)
     _sync(directory.parent)
     shutil.rmtree(before, ignore_errors=True)
 

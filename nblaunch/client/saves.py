@@ -108,7 +108,7 @@ def _restore(session: LiveSession, found: SavedSession) -> str:
     """Load a save into a new session; return what to say of it."""
     drop, token = saved.fit(found, session.world_size, session.options.drop), secrets.token_hex(8)
     known = pickling.known_class_names()
-    outcome = session.ask_all("restore", "restore", found.path, token, drop, known, strict=False, query=False)
+    outcome = session.ask_all("restore", "restore", found.path, token, drop, known, query=False)
     names, lost = _values(outcome, f"load of {found.path}")[0]
     session.take_restored(names)
     when = time.strftime("%b %d %H:%M", time.localtime(found.created))
@@ -119,7 +119,9 @@ def _restore(session: LiveSession, found: SavedSession) -> str:
     lines = [loaded]
     lines += [f"left out: {saved.listed(drop)}"] if drop else []
     lines += [f"{name} could not be saved ({why})" for name, why in found.left_out.items()]
-    lines += [f"{name} could not be loaded ({why})" for name, why in lost.items()]
+    # How a model is wrapped is lost with the model.
+    shown = {name: why for name, why in lost.items() if name.isidentifier()} or ({} if drop else lost)
+    lines += [f"{name} could not be loaded ({why})" for name, why in shown.items()]
     return "\n".join(lines)
 
 

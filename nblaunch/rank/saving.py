@@ -28,6 +28,7 @@ import os
 import pickle
 import platform
 import random
+import shutil
 import sys
 import threading
 import time
@@ -432,9 +433,9 @@ class _Save:
             failed.clear()
             for name in self._names(own=False):
                 self._add(stream, name, failed)
-            wrappings = sharded.wrapped()
-            if known := [each for each in wrappings if id(each["modules"][0]) in stream.keys]:
-                stream.add(sharded.FSDP2, known)
+            known = [each for each in sharded.wrapped() if id(each["modules"][0]) in stream.keys]
+            for number, each in enumerate(known):
+                stream.add(f"{sharded.FSDP2} {number}", each)
             self.equal = dict(stream.found)
             stream.met.own_shards = True
             for name in self._names(own=True):
@@ -451,7 +452,7 @@ class _Save:
                 self.kinds.pop(name, None)
         # Equal alone, but it shares objects with others in other ways: it is a rank's own.
         differs = [name for name in digests if len({each.get(name) for _, each, _ in told}) > 1]
-        if differs[:1] == [sharded.FSDP2]:
+        if differs and differs[0].startswith(sharded.FSDP2):
             msg = "the ranks have wrapped their models by FSDP2 in different ways"
             raise NblaunchError(msg)
         if differs and differs[0] in self.kinds:
@@ -485,7 +486,9 @@ class _Save:
             )
             for name, kind in sorted(self.kinds.items())
         ]
-        versions = {"nblaunch": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        # torch's own kind of text would have the notebook import torch.
+        versions = {"nblaunch": __version__, "torch": str(torch.__version__)}
+        versions["python"] = platform.python_version()
         return saved.SavedSession(
             path,
             token,
@@ -553,9 +556,9 @@ def save(  # noqa: PLR0913 - what a save is, and who waits for it
             msg = "\n".join(f"{name} cannot be saved: {why}" for name, why in made.left_out.items())
             raise NblaunchError(msg)
         if meeting.rank == 0:
-            saved.begin(path)
+            saved.begin(path, token)
         meeting.tell("begun")
-        writing = _Writing(meeting, made, path, copied=background)
+        writing = _Writing(meeting, made, saved.partial(path, token), copied=background)
         manifest = made.described(path, token, meeting.tell(writing.sizes(made)), jobs)
         if not background:
             writing.write(manifest)
@@ -586,9 +589,8 @@ def save_if_preempted(path: str) -> None:
 class _Writing:
     """What a rank writes: its own variables, and its part of the equal ones and of the shards."""
 
-    def __init__(self, meeting: _Meeting, made: _Save, path: str, *, copied: bool) -> None:
-        self._meeting = meeting
-        self._directory = Path(path + saved.PARTIAL)
+    def __init__(self, meeting: _Meeting, made: _Save, directory: Path, *, copied: bool) -> None:
+        self._meeting, self._directory = meeting, directory
         rank, ends = meeting.rank, [0] * meeting.world_size
         copy: Callable[[Data], Any] = _copy if copied else _same
         self._data: list[tuple[int, Any]] = []
@@ -628,7 +630,15 @@ class _Writing:
         return found
 
     def write(self, manifest: saved.SavedSession) -> None:
-        """Write, and wait for the others; the first rank gives the directory its name."""
+        """Write, and wait for the others; the first rank gives the directory its name, or removes it."""
+        try:
+            self._write(manifest)
+        except BaseException:
+            if self._meeting.rank == 0:
+                shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+
+    def _write(self, manifest: saved.SavedSession) -> None:
         rank, first = self._meeting.rank, self._meeting.rank == 0
         _write_file(self._directory / f"rank-{rank}.data", self._data)
         for name, content in self._files.items():
@@ -720,7 +730,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def restore(
-    path: str, token: str, drop: Collection[str], classes: frozenset[str], *, strict: bool
+    path: str, token: str, drop: Collection[str], classes: frozenset[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Load what was saved; return the variables that the notebook may know, and which are lost, with why.
 
@@ -733,10 +743,7 @@ def restore(
         for rank, each in enumerate(meeting.tell(load.lost)):
             for name in each.keys() - set(drop):
                 lost.setdefault(name, f"rank {rank}: {each[name]}")
-        if lost and strict:
-            msg = "\n".join(f"{name} cannot be loaded: {why}" for name, why in lost.items())
-            raise NblaunchError(msg)
-        load.finish()
+        load.finish(lost)
         beside = {name: value for name, value in load.values.items() if is_beside(name)}
         gone = {*lost, *drop, *beside}
         kept = {name: value for name, value in load.values.items() if name not in gone}
@@ -778,11 +785,17 @@ class _Loading:
         finally:
             sharded.loading = None
 
-    def finish(self) -> None:
-        """Fill shards and wrap models."""
+    def finish(self, lost: Collection[str]) -> None:
+        """Fill shards and wrap models, but for what another rank has lost."""
         if self._met.shards:
             sharded.read(self._directory / "sharded", self._met.shards)
-        sharded.wrap_again(self.values.get(sharded.FSDP2, ()))
+        sharded.wrap_again(
+            [
+                each
+                for name, each in self.values.items()
+                if name.startswith(sharded.FSDP2) and name not in lost
+            ]
+        )
 
     def _read(self, name: str) -> Any:
         content = (self._directory / f"{name}.pkl").read_bytes()

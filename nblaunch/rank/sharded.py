@@ -30,7 +30,7 @@ _FSDP = "torch.distributed.fsdp"
 _FLAGS_OF_HOOKS = ("_hooks_with_kwargs", "_hooks_always_called")
 _MANAGED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 FSDP2 = "models of FSDP2"
-"""The name of what says how to wrap these again, among the variables of a save."""
+"""What the names begin with of what says how to wrap these again, among the variables of a save."""
 
 Key = tuple[Any, ...]
 """Names a mesh or a group, the same on all ranks."""

@@ -23,7 +23,7 @@ def made(path: str, number: int = 0, **fields: Any) -> SavedSession:
 
 
 def save(path: str, number: int = 0, **fields: Any) -> SavedSession:
-    saved.begin(path)
+    saved.begin(path, str(number))
     found = made(path, number, **fields)
     saved.commit(found)
     return found
@@ -41,7 +41,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
 def test_a_save_that_was_not_ended_leaves_the_one_before(tmp_path):
     path = f"{tmp_path}/s"
     first = save(path)
-    saved.begin(path)
+    saved.begin(path, "9")
     assert saved.open_saved(path) == first
     # Killed between the two renames.
     os.rename(path, path + saved.BEFORE)  # noqa: PTH104 - texts
@@ -58,10 +58,30 @@ def test_what_is_no_save_is_neither_loaded_nor_replaced(tmp_path):
     with pytest.raises(NblaunchError, match="is no saved session"):
         saved.open_saved(f"{tmp_path}/s")
     with pytest.raises(NblaunchError, match="is there already"):
-        saved.begin(f"{tmp_path}/s")
-    saved.begin(f"{tmp_path}/t")
-    with pytest.raises(NblaunchError, match=r"t.partial was begun, and is not whole"):
+        saved.begin(f"{tmp_path}/s", "0")
+    saved.begin(f"{tmp_path}/t", "0")
+    with pytest.raises(NblaunchError, match=r"t.partial-0 was begun, and is not whole"):
         saved.open_saved(f"{tmp_path}/t")
+
+
+def test_a_save_of_the_same_name_that_is_being_written_elsewhere_fails_and_is_not_mixed_with_this_one(
+    tmp_path,
+):
+    path = f"{tmp_path}/s"
+    other = saved.begin(path, "0")
+    (other / "rank-0.pkl").touch()
+    second = save(path, 1)
+    with pytest.raises(FileNotFoundError):
+        saved.create(other / "rank-1.pkl")
+    with pytest.raises(FileNotFoundError):
+        saved.commit(made(path, 0))
+    assert saved.open_saved(path) == second
+
+
+def test_what_cannot_be_opened_is_said_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NblaunchError, match="cannot be read: Not a directory"):
+        saved.open_saved(f"{tmp_path}/file")
 
 
 def test_another_format_and_a_broken_manifest_are_refused(tmp_path):
@@ -79,7 +99,7 @@ def test_another_format_and_a_broken_manifest_are_refused(tmp_path):
 def test_only_this_user_can_read_a_save_under_any_umask(tmp_path):
     before = os.umask(0)
     try:
-        partial = saved.begin(f"{tmp_path}/s")
+        partial = saved.begin(f"{tmp_path}/s", "0")
         (partial / "sharded").mkdir()
         (partial / "sharded" / "file").touch()
         saved.commit(made(f"{tmp_path}/s"))
