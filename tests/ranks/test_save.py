@@ -175,6 +175,7 @@ def test_the_notebook_replaces_its_own_functions_after_a_load_and_no_variable_of
         )
 
 
+@pytest.mark.timeout(600)
 def test_sharded_models_and_their_optimizers_come_back_on_any_number_of_ranks(tmp_path):
     look = "whole(model, opt), whole(split, other), whole(both, third)"
     steps = "step(model, opt, n); step(split, other, n); step_in_both(both, third, n)"
