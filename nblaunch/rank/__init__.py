@@ -13,7 +13,6 @@ control thread owns the rank's one socket, a ZMQ DEALER; it answers unless C cod
       is freed            <── abort, shutdown ──  FreeCollective, Abort                <──
 
 The phases of its life, by the names that error messages use:
-
     fork            isolate: die with the server, own session, subreaper, default signals
     connect         streams into the log files; Hello with the token of the worker group
     process group   on Prepare: environment, directory, limits, device; the default process group
@@ -26,7 +25,6 @@ The phases of its life, by the names that error messages use:
 An interrupt: the control thread sends SIGINT to the main thread only while a job is at work, and reports
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
 A collective, which cannot be, is aborted (NCCL) or cut off (gloo). With `Preempt` before it, the rank saves.
-
 Output goes into two log files, which survive SIGKILL; `Switched` and `Offsets` tell its order to the hub.
 
 Invariants:

@@ -119,7 +119,7 @@ class _ClassNames:
 class _Pickler(pickling.Outbound):
     """Functions read their globals in the rank's namespace, and bring none: variables are saved by name."""
 
-    def __init__(self, *arguments: Any, stream: _Stream, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, stream: _SaveStream, **keywords: Any) -> None:
         super().__init__(*arguments, namespace=None, known=None, **keywords)
         self._stream = stream
         self._known_keys = stream.keys
@@ -181,7 +181,7 @@ Data = memoryview | tensors.Far
 
 
 @dataclass(frozen=True, slots=True)
-class _Pickled:
+class _VariablePickle:
     """The pickle of one variable."""
 
     stream: bytes
@@ -198,7 +198,7 @@ class _Pickled:
         return len(self.stream) + sum(each.nbytes for each in self.buffers)
 
 
-class _Stream:
+class _SaveStream:
     """Variables, one after the other, with the keys of their objects."""
 
     def __init__(
@@ -215,11 +215,11 @@ class _Stream:
         self._next_key = 1
         self._memories: list[Any] = []
         self._first = first
-        self.found: dict[str, _Pickled] = {}
+        self.found: dict[str, _VariablePickle] = {}
 
-    def alone(self) -> _Stream:
+    def alone(self) -> _SaveStream:
         """Return one for a part that is pickled by itself."""
-        return _Stream(self.met, self.classes, self.lines)
+        return _SaveStream(self.met, self.classes, self.lines)
 
     def add(self, name: str, value: Any) -> None:
         """Add a variable. Raises whatever its objects raise, and `arrays.OverlapError`."""
@@ -228,7 +228,7 @@ class _Stream:
         storages = arrays.WholeMemories(self._key_of, there, self._first)
         packed = pickling.pack_once(value, functools.partial(_Pickler, stream=self), storages)
         lengths = [each.nbytes for each in packed.buffers]
-        self.found[name] = _Pickled(
+        self.found[name] = _VariablePickle(
             bytes(packed.stream),
             packed.buffers,
             self._next_key,
@@ -248,7 +248,7 @@ class _Stream:
         return None if known is None else known[0]
 
 
-def _filled(make: Callable[[Sequence[Any]], _Stream], fill: Callable[[_Stream], None]) -> _Stream:
+def _filled(make: Callable[[Sequence[Any]], _SaveStream], fill: Callable[[_SaveStream], None]) -> _SaveStream:
     """Return a filled stream; made once more where a part of an array's memory came before the whole."""
     first: list[Any] = []
     while True:
@@ -347,9 +347,9 @@ class _Save:
         while not self._pickle():
             pass
 
-    def _new_stream(self, first: Sequence[Any] = ()) -> _Stream:
+    def _new_stream(self, first: Sequence[Any] = ()) -> _SaveStream:
         met = sharded.GroupObjects(self._meeting.rank, self._meeting.world_size, own_device())
-        return _Stream(met, self._classes, self._lines, first)
+        return _SaveStream(met, self._classes, self._lines, first)
 
     def _examine(self, name: str) -> _Examined:
         value = self.values[name]
@@ -427,9 +427,9 @@ class _Save:
     def _pickle(self) -> bool:
         """Pickle all variables; return whether all ranks agree on it. If not, fewer are saved, or equal."""
         failed: dict[str, str] = {}
-        self.equal: dict[str, _Pickled] = {}
+        self.equal: dict[str, _VariablePickle] = {}
 
-        def fill(stream: _Stream) -> None:
+        def fill(stream: _SaveStream) -> None:
             failed.clear()
             for name in self._names(own=False):
                 self._add(stream, name, failed)
@@ -463,7 +463,7 @@ class _Save:
     def _names(self, *, own: bool) -> list[str]:
         return [name for name, kind in self.kinds.items() if (kind == "own") == own and name in self.values]
 
-    def _add(self, stream: _Stream, name: str, failed: dict[str, str]) -> None:
+    def _add(self, stream: _SaveStream, name: str, failed: dict[str, str]) -> None:
         try:
             stream.add(name, self.values[name])
         except arrays.OverlapError:
