@@ -89,9 +89,9 @@ class _RegularSaves:
         session = self._session()
         if session is None or time.monotonic() < self._last + self._seconds:
             return
-        why = ""
+        why, replaced = "", session.attempt != self._attempt
         try:
-            if session.attempt != self._attempt:
+            if replaced:
                 why = "ranks were replaced, and have lost variables that are in it"
             elif _save(session, self._directory, background=True, by_itself=True) is not None:
                 self._last = time.monotonic()
@@ -99,9 +99,11 @@ class _RegularSaves:
             if error.kind == FailureKind.SESSION_BUSY:  # the next cell has begun
                 return
             why, self._last = str(error), time.monotonic()
-        if why and why != self._told:
+        # The ranks say it in words of their own, each time those of another one.
+        kind = "replaced" if replaced else "failed" if why else ""
+        if kind not in {"", self._told}:
             session.note(f"the session is not saved to {self._directory} by itself: {why}")
-        self._told = why
+        self._told = kind
 
 
 def _restore(session: LiveSession, found: SavedSession) -> str:
