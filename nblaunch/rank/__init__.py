@@ -48,9 +48,9 @@ Modules, each after those that it imports:
     in_place         groups formed again behind the same object, where torch can
     process_group    the default process group: formed, formed again, aborted, left
     preempt          what is called before the node is taken back
+    stores           which variables a cell has bound, also to the object that they had
     shell            the IPython shell: cells, displays, progress bars, completion
     failure          an exception as a record, with the user's frames only
-    stores           which variables a cell has bound, also to the object that they had
     namespace        the rank's variables: its own, the notebook's, and which of the two counts
     sharded          what of a save belongs to process groups: meshes, DTensors, models of FSDP2
     saving           the rank's part in saving a session's variables, and in loading them
