@@ -222,8 +222,8 @@ def fit(saved: SavedSession, world_size: int, drop: Collection[str]) -> frozense
         why = [f"{name} is each rank's own" for name in own if name in wanted]
         why += [f"{name} needs a mesh like {shape}" for name, shape in formless.items() if name in wanted]
         msg = (
-            f"{saved.path} was saved by {saved.world_size} ranks, and {world_size} cannot have all of it: "
-            f"{listed(why)}. Start {saved.world_size} ranks, or leave these out: "
+            f"{Path(saved.path).name} was saved by {saved.world_size} ranks, and {world_size} cannot have "
+            f"all of it: {listed(why)}. Start {saved.world_size} ranks, or leave these out: "
             f"--drop {','.join(sorted(wanted))}, or --drop all."
         )
         raise NblaunchError(msg)

@@ -64,9 +64,8 @@ def start(
         options = replace(options, nproc_per_node=found.world_size)
     session = start_session(options, name=name, watch=watch)
     try:
-        session.note(
-            _restore(session, found) if found else f"{directory} is not there yet: nothing is loaded"
-        )
+        nothing = f"{options.restore} is not there yet: nothing is loaded"
+        session.note(_restore(session, found) if found else nothing)
         if options.save_every is not None:
             _values(session.ask_all("save", "save_if_preempted", directory), "save before preemption")
             session.after_job = _RegularSaves(session, directory, options.save_every)
@@ -115,7 +114,7 @@ def _restore(session: LiveSession, found: SavedSession) -> str:
     session.take_restored(names)
     when = time.strftime("%b %d %H:%M", time.localtime(found.created))
     loaded = (
-        f"loaded from {found.path} ({when}, {found.world_size} ranks), which has run the code that is "
+        f"loaded from {session.options.restore} ({when}, {found.world_size} ranks), which has run the code that is "
         "pickled there. The ranks' own variables count: %distributed push NAME sends the notebook's."
     )
     lines = [loaded]

@@ -202,7 +202,8 @@ def _save(line: str, _: Namespace) -> str:
     session = sessions.named(options.session)
     found = saves.save(session, names[0], background=options.background, strict=_STRICT in words)
     more = "\n  it is being written, while cells go on" if options.background else ""
-    return f"{found}{more}\n%distributed start --from {names[0]} goes on from here"
+    shown = str(found).replace(found.path, names[0], 1)
+    return f"{shown}{more}\n%distributed start --from {names[0]} goes on from here"
 
 
 def _session_name(line: str, command: str) -> str | None:
