@@ -114,8 +114,8 @@ def _restore(session: LiveSession, found: SavedSession) -> str:
     session.take_restored(names)
     when = time.strftime("%b %d %H:%M", time.localtime(found.created))
     loaded = (
-        f"loaded from {session.options.restore} ({when}, {found.world_size} ranks), which has run the code that is "
-        "pickled there. The ranks' own variables count: %distributed push NAME sends the notebook's."
+        f"loaded from {session.options.restore} ({when}, {found.world_size} ranks), which has run the code "
+        "that is pickled there. The ranks' own variables count: %distributed push NAME sends the notebook's."
     )
     lines = [loaded]
     lines += [f"left out: {saved.listed(drop)}"] if drop else []
