@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from nblaunch.view.shell_logs import _Output
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import Cleared, Displayed, Noticed, Offsets, Printed, Stream, Unwritten
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.protocol.transcript import HEAD_CHARACTERS, TAIL_CHARACTERS
+from nblaunch.view.shell_logs import _Output
 
 
 def out(text, rank=0, stream=Stream.STDOUT):
@@ -27,7 +27,7 @@ def out(text, rank=0, stream=Stream.STDOUT):
         ([out("\n")], "[rank 0]\n", ""),
         ([Noticed(text="hangs"), Cleared(rank=0)], "", "hangs\n"),
         ([Displayed(rank=1, data={"text/plain": "<Figure>", "image/png": "x"})], "[rank 1] <Figure>\n", ""),
-        ([Displayed(rank=1, data={"image/png": "x", "a/b": "y"})], "[rank 1] <image/png, a/b>\n", ""),
+        ([Displayed(rank=1, data={"image/png": "x", "a/b": "y"})], "[rank 1] <a/b, image/png>\n", ""),
         ([Displayed(rank=1, data={"text/plain": ["a\n", "b"]})], "[rank 1] a\n[rank 1] b\n", ""),
     ],
 )  # fmt: skip
