@@ -190,7 +190,7 @@ def test_lines_have_their_colours_and_those_of_stderr_a_mark():
     plain, red, error = pieces_of(news)
     assert plain == "plain"
     assert re.fullmatch('<span style="color:#.*"><b>red</b></span>', red)
-    assert error == '<em title="stderr" class="nblaunch-stderr">&lt;error&gt;</em>'
+    assert error == '<em title="stderr">&lt;error&gt;</em>'
 
 
 def test_what_many_ranks_print_is_sent_once():
