@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from nblaunch._budget import clipped, cost_of_text, fair_limit, shortened
+from nblaunch._budget import clipped, cost_of_html, cost_of_text, fair_limit, shortened
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.insight import markup
@@ -129,7 +129,7 @@ def render_html(
     )
     above = "".join(parts)
     written = folded(state) if outputs is None else outputs
-    budget = min(HTML_BUDGET - _saved(above) - _FRAME_COST * len(written), OUTPUT_BUDGET)
+    budget = min(HTML_BUDGET - cost_of_html(above) - _FRAME_COST * len(written), OUTPUT_BUDGET)
     return f'<div style="{ROOT_STYLE}">{above}{_outputs(written, budget)}</div>'
 
 
@@ -587,12 +587,7 @@ def _cost_of_display(display: Display, budget: int) -> int | None:
     if raw > 4 * max(budget, 0) + _ELEMENT_COST:
         return raw
     content = embedded(display)
-    return None if content is None else _saved(content) + _ELEMENT_COST
-
-
-def _saved(content: str) -> int:
-    # In JSON a quote or a line end takes more than itself.
-    return len(content.encode("utf-8", "replace")) + content.count('"') + 13 * content.count("\n")
+    return None if content is None else cost_of_html(content) + _ELEMENT_COST
 
 
 def _blocks(output: Folded) -> Iterator[str]:
