@@ -110,6 +110,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Have plain `pytest` read only files of which a test is its own: the others are as many again."""
+    plain = config.option.markexpr.strip() == QUICK_LANE and config.args == config.getini("testpaths")
+    if not plain or collection_path.suffix != ".py" or UNIT in collection_path.parents:
+        return None
+    return None if "quick" in collection_path.read_text(encoding="utf-8") else True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage while all is imported, and none of it later: this would take a third of the time."""
