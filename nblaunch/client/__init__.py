@@ -45,5 +45,4 @@ Modules, each after those that it imports:
     facts              what the report of a finished job is made of
     run                one job, from its capture to its `Outcome`: the wait draws, asks and interrupts
     session            ranks that stay: cells, calls, push, pull
-    shell_logs         what a shell shows of a session's jobs: `python -m nblaunch logs`
 """

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lanes import examples
 
 from nblaunch.diagnose.failures import blame, blames_a_peer, explain
 from nblaunch.group.ending import Ending
@@ -469,7 +470,7 @@ def test_a_transcript_is_bounded_and_holds_the_head_and_the_tail_of_what_was_pri
 
 
 @given(PIECES, st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_what_is_kept_does_not_depend_on_the_pieces_in_which_it_came(sizes, data):
     pieces = list(text_of(sizes))
     cut = []
