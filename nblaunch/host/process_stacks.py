@@ -61,7 +61,7 @@ def _dumped(pids: Mapping[int, int], directory: str) -> dict[int, str]:
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal that only the main thread of a process may take. Raises `OSError` if it cannot be sent."""
+    """Send a signal to the main thread of a process, and to no other. Raises `OSError` if that is gone."""
     try:
         tgkill = ctypes.CDLL(None, use_errno=True).tgkill
     except AttributeError:  # another C library than glibc: there the system chooses, mostly this thread
