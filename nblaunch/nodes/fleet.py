@@ -52,7 +52,7 @@ from nblaunch.host.join import HERE, HERE_PLACE
 from nblaunch.host.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
 from nblaunch.host.rank_host import GroupHost, RankHost
 from nblaunch.host.reach import ReachCheck
-from nblaunch.host.rendezvous import host_store
+from nblaunch.host.rendezvous import host_store, join_seconds
 from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes import director
 from nblaunch.nodes.asking import Asking
@@ -89,9 +89,6 @@ class FleetSettings:
     options: LaunchOptions
     directed: bool = True
     """Whether the fleet decides who takes part; else torch's rendezvous, at an endpoint."""
-    join_timeout: float = 600.0
-    """How many seconds to wait for the replacement of a lost node."""
-    check_reach: bool = True
     environment: NodeEnvironment | None = None
     """The environment that nodes make before they begin, except this machine's; None: they use their own."""
 
@@ -593,7 +590,7 @@ class NodeFleet:
             or self._address.startswith(_LOOPBACK)
             or not all(data for _, data in places.values())
         )
-        if alone or not self.conf.check_reach:
+        if alone:
             self._reached("")
         elif len(places) >= self.conf.least:
             self._check_until = time.monotonic() + _CHECK_SECONDS
@@ -671,7 +668,8 @@ class NodeFleet:
     def notify_lost(self, count: int, why: str) -> None:
         """Show the user that replacements for lost nodes are awaited."""
         nodes = "another node is" if count == 1 else f"{count} other nodes are"
-        self._notify(f"{why}; {nodes} awaited for {self.conf.join_timeout:g} s (--rdzv-conf join_timeout)")
+        seconds = join_seconds(self.conf.options)
+        self._notify(f"{why}; {nodes} awaited for {seconds:g} s (--rdzv-conf join_timeout)")
 
 
 def _own_inventory() -> wire.Inventory:
@@ -969,7 +967,7 @@ class FleetGroup(NodeGroup):
             group=self.name,
             store=(address, store.port),
             patient=fleet.engine.name == "join",
-            join_timeout=conf.join_timeout,
+            join_timeout=join_seconds(conf.options),
             grace=settings.options.grace,
         )
         self._waiting: deque[DirectorEvent] = deque()
