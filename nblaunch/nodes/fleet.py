@@ -339,7 +339,7 @@ class NodeFleet:
         if self._listener is not None:
             self._listener.send(identity, message, data)
 
-    def data_to(self, nodes: Iterable[FleetNode]) -> tuple[DataSocket, tuple[tuple[str, str], ...]] | None:
+    def data_to(self, nodes: Iterable[NodeMember]) -> tuple[DataSocket, tuple[tuple[str, str], ...]] | None:
         """Return the socket for data and these nodes' names and data addresses; None if one has none."""
         places = tuple((node.name, node.arriving.data) for node in nodes)
         if self._data is None or not all(address for _, address in places):
@@ -704,7 +704,6 @@ class NodeGroup(GroupHost):
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
         self._backend = events.settings.options.backend
         self._members: dict[str, NodeMember] = {}
-        self._nodes: dict[str, FleetNode] = {}
         self._order: tuple[str, ...] = ()
         """The nodes of this attempt, in the order of their ranks, where the fleet decides it."""
         self._ranks = RemoteRanks(events)
@@ -776,7 +775,7 @@ class NodeGroup(GroupHost):
         self._ranks.close()
         for member in self._members.values():
             member.incoming.close()
-        self._members, self._nodes, self._held = {}, {}, {}
+        self._members, self._held = {}, {}
 
     def _send_all(self, message: wire.ToNode) -> None:
         for name in list(self._members):
@@ -827,10 +826,11 @@ class NodeGroup(GroupHost):
             name
             for name in self._order or self._members
             if name in held
+            and name in self._members
             and isinstance(other := held[name][0], messages.Dispatch)
             and other.payload is dispatch.payload
         ]
-        data = self._fleet.data_to(self._nodes[name] for name in names)
+        data = self._fleet.data_to(self._members[name] for name in names)
         if data is not None:
             socket, places = data
             ticket = socket.send(self.name, dispatch.payload, places)
@@ -864,10 +864,10 @@ class NodeGroup(GroupHost):
 
     def add(self, node: FleetNode) -> None:
         settings, conf = self._settings, self._fleet.conf
-        self._nodes[node.name] = node
         self._members[node.name] = NodeMember(
             node.name,
             node.identity,
+            node.arriving,
             IncomingTransfer(self._directory),
             "" if node.arriving.address == self._address else node.arriving.address,
         )
@@ -1162,7 +1162,9 @@ class FleetGroup(NodeGroup):
 
         Raises `LaunchError` if NCCL was asked for, and two of the nodes have the same GPU.
         """
-        inventories = {name: self._nodes[name].arriving.inventory for name in self._order}
+        # One that was dropped a moment ago has a message of its own on its way to the director.
+        there = [self._members[name] for name in self._order if name in self._members]
+        inventories = {each.name: each.arriving.inventory for each in there}
         found = {(each.backend, each.device_type) for each in inventories.values()}
         shared = shared_gpu(inventories)
         if self._backend != "auto":
