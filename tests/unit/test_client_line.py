@@ -440,7 +440,7 @@ def test_sockets_are_for_this_user_alone_and_their_files_go(runtime):
     assert modes == [0o600, 0o600]
     runtime.on_hub(lambda: runtime.connections.listen(runtime.path))
     connect(runtime.path).close()
-    runtime.on_hub(runtime.client().close)
+    runtime.on_hub(runtime.connections.close)
     assert not runtime.path.exists()
     assert not runtime.notes.exists()
     runtime.connections._hub.after_turn.append(runtime.connections._finish_turn)
