@@ -20,7 +20,7 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import client as wire
 from nblaunch.protocol import messages
 from nblaunch.protocol.reports import plural
-from nblaunch.protocol.state import NOTICE_CHARACTERS, RunState, decode_state
+from nblaunch.protocol.state import NOTICE_CHARACTERS, RunState, decode_folded, decode_state
 from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
 from nblaunch.view.output import display_text
 from nblaunch.view.terminal_view import Held
@@ -86,8 +86,10 @@ def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
                     output.catch_up(decode_state(state), files)
                 case wire.JobEnded():
                     goes_on = False
-                case message:
-                    output.take(message)
+                case bytes() as folded:
+                    output.take(decode_folded(folded))
+                case event:
+                    output.take(event)
     finally:
         output.end()
 
