@@ -148,6 +148,8 @@ class LiveSession:
         self._key = opened.session
         self._ranks = JobRanks(runtime, opened.session, open=True)
         self.options = opened.options or LaunchOptions()
+        self._grace = self.options.grace
+        """That of the last job."""
         self.placement = opened.placement
         self.detached = detached
         """Whether the ranks outlive this process."""
@@ -418,6 +420,7 @@ class LiveSession:
             if job.captured_for is not None:
                 self._capture_for_now(job)
             self._jobs += 1
+            self._grace = job.options.grace
 
             def lost(before: int = self._losses) -> bool:
                 return self._losses != before
@@ -745,7 +748,7 @@ class LiveSession:
             return
         # Raised where the runtime has ended, and all ranks with it.
         with contextlib.suppress(LaunchError, TimeoutError), self._runtime.line() as line:
-            line.ask(wire.CloseSession(session=self._key), 4 * _CLOSE_SECONDS + self.options.grace)
+            line.ask(wire.CloseSession(session=self._key), 4 * _CLOSE_SECONDS + self._grace)
         if self.detached:
             self._runtime.stop()
         # A job that was still running gets its end first.
