@@ -15,6 +15,7 @@ that name under the one that the user gave, with the address of its listener.
 Names of torch's that are not public (`tests/unit/test_torch_names.py`):
 `DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
 `._bootstrap_store_info`, `._this_node`, `._stop_heartbeats`, `._op_executor`; `_RendezvousExitOp`;
+`dynamic_rendezvous.get_method_name`;
 `StaticTCPRendezvous._store`.
 """
 
@@ -31,6 +32,7 @@ import logging
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
@@ -51,6 +53,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
+    dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -547,6 +550,15 @@ def _etcd_rendezvous(
         return EtcdRendezvous(rdzv, name, stopped, own)
     backend, store = _connect_etcd(rdzv, name)
     return NodesRendezvous.at(rdzv, name, store, _SignedState(backend, rdzv.key, stopped), own)
+
+
+def _method_name(depth: int = 2) -> str:
+    """Return the name of the function that calls the caller."""
+    return sys._getframe(depth).f_code.co_name  # noqa: SLF001 - as `inspect` and `logging` do
+
+
+# For the name of an event torch reads the source lines of the whole stack, twice: half of a rendezvous.
+dynamic_rendezvous.get_method_name = _method_name
 
 
 class _Handler(DynamicRendezvousHandler):

@@ -139,6 +139,20 @@ def test_a_node_can_still_leave_a_rendezvous():
     assert hasattr(dynamic_rendezvous, "_RendezvousExitOp"), broken(dynamic_rendezvous, "_RendezvousExitOp")
 
 
+def test_torch_names_an_event_of_a_rendezvous_by_the_function_that_takes_the_place_of_its_own(
+    rendezvous, monkeypatch
+):
+    recorded = []
+    monkeypatch.setattr(
+        dynamic_rendezvous, "construct_and_record_rdzv_event", lambda **event: recorded.append(event["name"])
+    )
+    rendezvous._record(message="joined")
+    assert recorded == [f"DynamicRendezvousHandler.{sys._getframe().f_code.co_name}"]
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda: "any")
+    rendezvous._record(message="joined")
+    assert recorded[1] == "DynamicRendezvousHandler.any", broken(dynamic_rendezvous, "get_method_name")
+
+
 def test_the_names_still_mean_the_same(agent, process_context, rendezvous):
     assert agent._pcontext is None, broken(agent, "_pcontext")
     assert isinstance(agent._worker_group, WorkerGroup), broken(agent, "_worker_group")
