@@ -1,19 +1,17 @@
 """The fork server's own process: import what every rank needs, then fork one per request.
 
-Nothing here may open a CUDA context, read the user's files, or have a thread when it forks: ranks are forks
-of this.
+Nothing here may start a thread, open a CUDA context or read the user's files: ranks are forks of this.
 
 The standard library's loop (`multiprocessing.forkserver.main`) ends with the first call that fails, and with
 it all ranks that it has forked, those of other runs too. Here a fork that the system refuses is a refusal of
 that one request. Descriptors are kept in reserve, so that a request can always be received and answered.
 
-The first fork is the runtime's, while nothing but torch is loaded: it loads what it needs beside the server.
+The first fork is the runtime's, once what both need is loaded: it loads the rest beside the server.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import pkgutil
@@ -21,10 +19,8 @@ import select
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing import forkserver, spawn
-from pathlib import Path
 from typing import Any, NoReturn
 
 from nblaunch.protocol.messages import Orders
@@ -32,8 +28,6 @@ from nblaunch.protocol.messages import Orders
 # What a request brings along is two pipes; the rest is room to spare.
 _RESERVE = 8
 _MOST_DESCRIPTORS = 4
-_COLLECT_SECONDS = 0.1
-_HUGE_PAGE, _MADV_COLLAPSE = 1 << 21, 25
 _private_spawn: Any = spawn  # the stubs leave its `_main` out
 
 
@@ -57,8 +51,12 @@ def serve(
     # Kineto reads it as torch is loaded. Below this it writes a line to stderr for each profile that begins.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     gc.disable()  # while modules are loaded there is nothing to collect: a tenth of the time
-    with _collecting_huge_pages():
-        from nblaunch.rank import environment, isolate  # noqa: F401 - torch, and little else
+    # torch, and what else both the runtime and ranks need: loaded once, in pages that they share.
+    import zmq  # noqa: F401
+
+    from nblaunch import _results  # noqa: F401
+    from nblaunch.capture import pickling  # noqa: F401
+    from nblaunch.rank import environment, isolate  # noqa: F401
 
     if runtime is not None:
         live, its_fds = runtime
@@ -75,41 +73,6 @@ def serve(
     gc.enable()
     _ForkServer(socket.socket(fileno=requests_fd), alive_fd).run()
     os._exit(0)
-
-
-@contextlib.contextmanager
-def _collecting_huge_pages() -> Iterator[None]:
-    """Have the system move what is loaded meanwhile into huge pages, where it can (Linux 6.1).
-
-    A fork copies one entry for each, not 512. The system does the work in a thread of ours, on another core;
-    that has ended before the first fork.
-    """
-    over = threading.Event()
-    thread = threading.Thread(target=_collect_huge_pages, args=(over,), name="nblaunch-huge-pages")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _collect_huge_pages(over: threading.Event) -> None:
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    done: set[int] = set()
-    while sys.platform == "linux" and not over.wait(_COLLECT_SECONDS):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            place, access, _, _, inode, *_ = line.split()
-            if (access, inode) != ("rw-p", "0"):
-                continue
-            start, end = (int(each, 16) for each in place.split("-"))
-            for page in range(-(-start // _HUGE_PAGE) * _HUGE_PAGE, end - _HUGE_PAGE + 1, _HUGE_PAGE):
-                if over.is_set():
-                    return
-                if page not in done:
-                    done.add(page)
-                    madvise(page, _HUGE_PAGE, _MADV_COLLAPSE)
 
 
 def _fork_runtime(live: str, its_own: tuple[object, ...], not_its: tuple[int, ...]) -> None:
