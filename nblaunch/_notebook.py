@@ -6,8 +6,10 @@ import __future__
 import functools
 import operator
 import os
+import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 DISPLAY_VARIABLE = "NBLAUNCH_DISPLAY"
@@ -20,6 +22,26 @@ def shell() -> Any | None:
     """Return the running IPython shell, or None in plain Python."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None
+
+
+# All signs that IPython's token transformers look for. They tokenize the cell, in Python.
+_SIGNS = re.compile(r"\?|!(?!=)|=\s*%|^\s*[%/,;]", re.MULTILINE)
+_TRANSFORMERS = "IPython.core.inputtransformer2"
+
+
+def transform_cell(running: Any, source: str, transform: Callable[[str], str]) -> str:
+    """Return what `transform`, the shell's own, makes of a cell; without its token transformers if it can be.
+
+    A single line goes through all of it: it may be a call without brackets.
+    """
+    manager = running.input_transformer_manager
+    all_known = all(each.__module__ == _TRANSFORMERS for each in manager.token_transformers)
+    if _SIGNS.search(source) or not all_known or running.input_transformers_post:
+        return transform(source)
+    lines = (source if source.endswith("\n") else f"{source}\n").splitlines(keepends=True)
+    for each in (*manager.cleanup_transforms, *manager.line_transforms):
+        lines = each(lines)
+    return "".join(lines) if len(lines) > 1 else transform(source)
 
 
 def takes_updates() -> bool:

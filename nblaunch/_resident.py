@@ -7,10 +7,12 @@ Reading it costs 10 us, whatever the process holds. What belongs to the process 
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 _KIB = 1024
+_STATUS_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +29,24 @@ class Resident:
 
 def resident_of(pid: int | str = "self") -> Resident | None:
     """Return what a process has in memory; None where the system does not tell, or the process is gone."""
-    found: dict[str, int] = {}
+    found: dict[bytes, int] = {}
     with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(("VmHWM:", "VmRSS:", "RssAnon:")):
+        for line in _read(f"/proc/{pid}/status").splitlines():
+            if line.startswith((b"VmHWM:", b"VmRSS:", b"RssAnon:")):
                 name, number, _ = line.split()
                 found[name] = int(number) * _KIB
     if len(found) < 3:  # noqa: PLR2004 - the three lines
         return None
-    return Resident(now=found["VmRSS:"], private=found["RssAnon:"], peak=found["VmHWM:"])
+    return Resident(now=found[b"VmRSS:"], private=found[b"RssAnon:"], peak=found[b"VmHWM:"])
+
+
+def _read(path: str) -> bytes:
+    # Each cell reads twice: a `Path` or a file object costs more than the system.
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _STATUS_BYTES)
+    finally:
+        os.close(file)
 
 
 def own_memory_here() -> int | None:
@@ -53,6 +64,10 @@ def set_back_peak() -> bool:
     `getrusage` tells as `ru_maxrss` is the same number, and begins anew as well.
     """
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        file = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(file, b"5")
+        finally:
+            os.close(file)
         return True
     return False

@@ -141,10 +141,14 @@ class Inspection:
         """Functions of `namespace` are the notebook's, as those of `__main__` are."""
         self._table = table
         self._sent = frames
-        self._pickler = _FramePickler(self._key_of, namespace)
+        self._namespace = namespace
         self._verdicts: dict[int, tuple[bool, tuple[int, ...]]] = {}
         self._parts: dict[int, tuple[int, ...]] = {}
         """By the key of a memory, the digests of its parts as it is now."""
+
+    @functools.cached_property
+    def _pickler(self) -> _FramePickler:
+        return _FramePickler(self._key_of, self._namespace)
 
     def _key_of(self, obj: Any) -> int | None:
         # A value (a tuple, a dtype) may have a key as a variable, and has none within an object.

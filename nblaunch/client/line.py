@@ -238,6 +238,17 @@ class ClientLine:
         """How many events and folded messages `next` returns without reading."""
         return len(self._kept)
 
+    def pending(self) -> bool:
+        """Return whether `poll` would find something; from any thread, while another one reads too."""
+        if not (self._kept or self._ended):
+            try:
+                self._socket.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return False
+            except OSError:
+                pass  # the next read raises it
+        return True
+
     def poll(self, seconds: float | None = None) -> bool:
         """Wait until `next` has something to return, or would raise; return False after `seconds`."""
         return self._wait(lambda: bool(self._kept) or self._ended, _deadline(seconds))

@@ -238,8 +238,7 @@ class Runtime(abc.ABC):
     def take_line(self) -> ClientLine:
         self.refuse_in_fork()
         self.used = True
-        if self._notes:
-            self._send_notes()
+        self.send_notes()
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -275,18 +274,23 @@ class Runtime(abc.ABC):
     def number(self) -> int:
         return self.welcome.client * _FIRST_NUMBER + next(self._numbers)
 
-    def note(self, note: wire.ClientNote) -> None:
-        """Send what a finalizer releases; never raises, and never waits.
+    def note(self, note: wire.ClientNote, most_waiting: int = 0) -> None:
+        """Send what a finalizer releases, with the notes that wait; never raises, and never waits.
+
+        Up to `most_waiting` notes wait for the next one: each would wake the runtime, beside the next cell.
 
         A finalizer may run on any thread, at any point of the user's own code: no lock is taken. A fork of
         the process has a copy of every object: it sends nothing.
         """
         if self.is_of(os.getpid()):
             self._notes.append(self._token.encode() + encode(note))
-            self._send_notes()
+            if len(self._notes) > most_waiting:
+                self.send_notes()
 
-    def _send_notes(self) -> None:
+    def send_notes(self) -> None:
         """Send notes; where the system holds no more, or the file is gone, the rest goes with the next."""
+        if not self._notes or not self.is_of(os.getpid()):
+            return
         with (
             contextlib.suppress(OSError, IndexError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,

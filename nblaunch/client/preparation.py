@@ -45,7 +45,11 @@ class RankPayload:
     objects: messages.Objects | None = None
 
 
-@dataclass(frozen=True, eq=False)
+# Each release wakes the runtime, beside the next cell.
+_MOST_WAITING = 8
+
+
+@dataclass(eq=False)
 class JobRanks:
     """Ranks that take jobs: a session's, or those of one run, which its job starts."""
 
@@ -54,6 +58,13 @@ class JobRanks:
     """Their name in the runtime."""
     notices: tuple[str, ...] = ()
     """About their place, for the result of a run."""
+    open: bool = False
+    """Whether they are a session's that goes on."""
+
+    def release(self, job: int, output: list[bool]) -> None:
+        """Have the runtime release a job; in a session, one without `output` with those after it."""
+        waits = self.open and not any(output)
+        self.runtime.note(wire.ReleaseJob(job=job, pid=os.getpid()), _MOST_WAITING if waits else 0)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -152,15 +163,21 @@ class ClientJob:
 class KeptJob:
     """What the runtime keeps of a job as long as a result refers to this: logs, events, late warnings."""
 
-    def __init__(self, runtime: Runtime, number: int) -> None:
+    def __init__(self, ranks: JobRanks, number: int) -> None:
         """Have the runtime release the job when this object is collected."""
-        self._runtime = runtime
+        self._runtime = ranks.runtime
         self._number = number
         self._late: list[str] = []
         self._complete = False
-        self._finalizer = weakref.finalize(self, runtime.note, wire.ReleaseJob(job=number, pid=os.getpid()))
+        self._output = [True]
+        self._finalizer = weakref.finalize(self, ranks.release, number, self._output)
         # A program that ends stops the runtime, which removes all logs.
         self._finalizer.atexit = False
+
+    def note_output(self, state: RunState) -> None:
+        """Note whether the job has written anything, which takes room until it is released."""
+        written = [rank.transcript.written for each in state.attempts for rank in each.ranks.values()]
+        self._output[:] = [any(written)]
 
     def __iter__(self) -> Iterator[str]:
         """Yield the warnings since the end of the job."""

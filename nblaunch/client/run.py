@@ -254,7 +254,7 @@ def watch_job(job: ClientJob, snapshot: wire.JobSnapshot, view: View) -> Outcome
 
 
 def _follow_to_end(job: ClientJob, view: View, wait: JobWait) -> Outcome:
-    kept = KeptJob(job.ranks.runtime, job.number)
+    kept = KeptJob(job.ranks, job.number)
     shown = job.state
     try:
         view.open(job.state)
@@ -271,6 +271,7 @@ def _follow_to_end(job: ClientJob, view: View, wait: JobWait) -> Outcome:
             result = _collect(job, kept)
             wait.interrupt = late
         shown = result.state
+        kept.note_output(shown)
         error = error or _interruption(job, wait.interrupt)
     except StoppedWatchingError:
         # What comes before the answer is not of the next one that watches this job.

@@ -145,7 +145,7 @@ class LiveSession:
         """
         self.name = name
         self._key = opened.session
-        self._ranks = JobRanks(runtime, opened.session)
+        self._ranks = JobRanks(runtime, opened.session, open=True)
         self.options = opened.options or LaunchOptions()
         self.placement = opened.placement
         self.detached = detached
@@ -177,7 +177,7 @@ class LiveSession:
         self._losses = 0
         """How often another client has taken the session over."""
         self._finalizer = weakref.finalize(
-            self, _release_ranks, self._runtime, self._line, self._key, dismiss=not self.detached
+            self, _release_ranks, self._ranks, self._line, dismiss=not self.detached
         )
         self._finalizer.atexit = False
 
@@ -460,6 +460,8 @@ class LiveSession:
                 self._renumber(event)
             case wire.SessionEnded(session=self._key, why=why):
                 self._ended, self._why_ended = True, why
+                self._ranks.open = False
+                self._runtime.send_notes()
             case wire.OwnerChanged(session=self._key, by=by):
                 self._take_owner(by)
 
@@ -490,6 +492,7 @@ class LiveSession:
         """Take the events that have come since the last job; while a job runs, its thread takes them."""
         if self._line.closed:
             self._ended = True
+        if self._line.closed or not self._line.pending():
             return
         # An interrupt between the lock and what releases it would leave it taken.
         with deferring_interrupts():
@@ -727,6 +730,7 @@ class LiveSession:
         """
         self._finalizer.detach()
         watched, self._ended = self.detached and not self.owns, True
+        self._ranks.open = False
         if not self._runtime.is_of(os.getpid()):
             return
         if watched:
@@ -794,10 +798,13 @@ def _steps_of(name: str) -> list[str]:
     return [first, *(f"_{each}" if each.isdigit() else each for each in others)]
 
 
-def _release_ranks(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
+def _release_ranks(ranks: JobRanks, line: ClientLine, *, dismiss: bool) -> None:
     """End the ranks of a session that was garbage-collected, unless they are detached; never waits."""
+    ranks.open = False
     if dismiss:
-        runtime.note(wire.DismissSession(session=key))
+        ranks.runtime.note(wire.DismissSession(session=ranks.key))
+    else:
+        ranks.runtime.send_notes()
     line.close()
 
 

@@ -118,7 +118,8 @@ class DistributedMagics(Magics):
     def _names_in(self, work: CellJob) -> CellNames:
         """Return the names that the cell uses; a `SyntaxError` in it names the cell's own line."""
         with auto.suspended():
-            transformed = "\n" * (work.first_line - 1) + self.shell.transform_cell(work.source)
+            plain = _notebook.transform_cell(self.shell, work.source, self.shell.transform_cell)
+            transformed = "\n" * (work.first_line - 1) + plain
             try:
                 return cell_names(transformed, transform=self.shell.transform_cell)
             except SyntaxError as error:

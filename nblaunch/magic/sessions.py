@@ -127,7 +127,7 @@ def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
     """Raise `OptionError` for an option of the group that differs from the session's own."""
     for option in OPTIONS:
         value, own = getattr(options, option.name), getattr(session.options, option.name)
-        if option.per_cell or value in (option.default, own):
+        if value in (option.default, own) or option.per_cell:
             continue
         # A value from a `PET_` variable is meant for fresh ranks; the line does not have it.
         if value == getattr(LaunchOptions.from_keywords(), option.name):

@@ -309,7 +309,10 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         """Check every value and bring it into its final form; raises `OptionError`."""
         for each in OPTIONS:
-            object.__setattr__(self, each.name, each.check(each.name, getattr(self, each.name)))
+            value = getattr(self, each.name)
+            # Most are: a cell's options are checked in the notebook and in the runtime.
+            if value is not each.default:
+                object.__setattr__(self, each.name, each.check(each.name, value))
 
     @classmethod
     def from_keywords(
@@ -436,7 +439,7 @@ def refuse_session_options(options: LaunchOptions) -> None:
 def within(session: LaunchOptions, cell: LaunchOptions) -> LaunchOptions:
     """Return the options of a cell in a session: its own where it may have its own and asks for it."""
     own = [
-        each for each in OPTIONS if each.per_cell and getattr(cell, each.name) != getattr(session, each.name)
+        each for each in OPTIONS if getattr(cell, each.name) != getattr(session, each.name) and each.per_cell
     ]
     if not own:
         return session

@@ -129,7 +129,6 @@ class Option:
 
     def check(self, keyword: str, value: object) -> object:
         """Return a value given as a keyword in its final form; raises `OptionError`."""
-        # Most are: a cell's options are checked in the notebook and in the runtime.
         if type(value) is type(self.default) and value == self.default:
             return value
         try:

@@ -50,9 +50,9 @@ Modules, each after those that it imports:
     in_place         groups formed again behind the same object, where torch can
     process_group    the default process group: formed, formed again, aborted, left
     preempt          what is called before the node is taken back
+    stores           which variables a cell has bound, also to the object that they had
     shell            the IPython shell: cells, displays, progress bars, completion
     failure          an exception as a record, with the user's frames only
-    stores           which variables a cell has bound, also to the object that they had
     namespace        the rank's variables: its own, the notebook's, and which of the two counts
     waits            the operation in which the rank waits for others
     stacks           where the main thread is; frees a collective that it is stuck in

@@ -54,7 +54,7 @@ class HostMeter:
     def begin(self) -> None:
         self._began = time.monotonic()
         self._set_back = set_back_peak()
-        known = resident_of()
+        known = None if self._set_back else resident_of()
         self._first_peak = known.peak if known is not None else 0
 
     def measure(self) -> tuple[int | None, int | None]:

@@ -59,9 +59,11 @@ class Variables:
         """Objects that the notebook believes to be here: they stay until the next job has found them."""
         self._hidden = frozenset(self._came)
         self._tenure = 0
-        self._stores = StoreNotes(lambda name: name in self._came)
+        self._stores = StoreNotes(
+            lambda: [name for name, value in self._came.items() if value is not _REBOUND]
+        )
         if kept:
-            shell.prepare().ast_transformers.append(self._stores)
+            shell.prepare().stores = self._stores
 
     def begin_tenure(self, tenure: int) -> None:
         """Forget the objects of a former owner; its variables stay."""

@@ -26,10 +26,12 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 
+from nblaunch import _notebook
 from nblaunch.insight.comparing import Ask
 from nblaunch.probes import diff
 from nblaunch.protocol.messages import CellJob, Cleared, Displayed, FromRank
 from nblaunch.rank import memory, stdio, values
+from nblaunch.rank.stores import StoreNotes
 
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 
@@ -168,7 +170,7 @@ class QuietDisplayHook(DisplayHook):
 
     def quiet(self) -> bool:
         source = getattr(self.shell, "running_source", "")
-        return bool(self.semicolon_at_end_of_expression(source))
+        return ";" in source and bool(self.semicolon_at_end_of_expression(source))
 
 
 class CellCompiler(CachingCompiler):
@@ -198,11 +200,27 @@ class RankShell(InteractiveShell):
     display_pub_class = RankDisplayPublisher
     running_source = ""
     lines_above = 0
+    stores: StoreNotes | None = None
 
     def transform_cell(self, raw_cell: str) -> str:
         """Transform magics, and move the cell down to its lines below the magic's own line."""
         # Not by blank lines in the source: IPython strips these, and looks for `%%` in line 1.
-        return "\n" * self.lines_above + str(super().transform_cell(raw_cell))
+        transformed = _notebook.transform_cell(self, raw_cell, super().transform_cell)
+        if self.stores is not None:
+            self.stores.see(transformed)
+        return "\n" * self.lines_above + transformed
+
+    def transform_ast(self, node: Any) -> Any:
+        node = super().transform_ast(node)
+        return node if self.stores is None else self.stores.add_to(node)
+
+    def should_run_async(self, raw_cell: str, *, transformed_cell: Any = None, **keywords: Any) -> bool:
+        """Return whether a cell awaits; without these words IPython need not compile it to know."""
+        text = transformed_cell or "await"
+        if "await" not in text and "async" not in text:
+            return False
+        keywords["transformed_cell"] = transformed_cell
+        return bool(super().should_run_async(raw_cell, **keywords))
 
     def init_prompts(self) -> None:
         """Have no `sys.ps1`, by which programs detect a notebook: Lightning refuses to run ranks in one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _NOTES = "__bound__"
@@ -21,20 +21,40 @@ _Opening = ast.For | ast.AsyncFor | ast.With | ast.AsyncWith | ast.match_case
 
 
 class StoreNotes(ast.NodeTransformer):
-    """A transformer of IPython's: has a cell note which variables it binds, of those that are `asked` for."""
+    """Has a cell note which variables it binds, of those that `asked` returns.
 
-    def __init__(self, asked: Callable[[str], bool]) -> None:
-        self._asked = asked
+    Not a transformer of IPython's: for one it walks over all nodes to give them lines, as `_at` has done.
+    """
+
+    def __init__(self, asked: Callable[[], Iterable[str]]) -> None:
+        self._names = asked
+        self._asked: Callable[[str], bool]
+        self._texts: list[str] = []
+        self._in_expressions = True
         self._noted: dict[str, bool] = {}
         setattr(builtins, _NOTES, self._noted)
 
     def take(self) -> set[str]:
         noted = set(self._noted)
         self._noted.clear()
+        self._texts.clear()
         return noted
 
+    def see(self, text: str) -> None:
+        """Take a text that will be parsed: only names that it has are noted."""
+        self._texts.append(text)
+
+    def add_to(self, tree: Any) -> Any:
+        """Return a tree, parsed from texts that were seen, with notes."""
+        text = "\n".join(self._texts)
+        # Python normalizes other names.
+        names = {name for name in self._names() if name in text or not text.isascii()}
+        self._asked, self._in_expressions = names.__contains__, ":=" in text
+        return self.visit(tree) if names else tree
+
     def visit(self, node: ast.AST) -> Any:
-        return node if isinstance(node, _SCOPES) else super().visit(node)
+        skipped = isinstance(node, _SCOPES) or (isinstance(node, ast.expr) and not self._in_expressions)
+        return node if skipped else super().visit(node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Put a note behind each statement of a block, and at its start where names are bound there."""

@@ -209,10 +209,12 @@ class Archive:
                 self._on_disk(past.store)
         together = 0
         for past in newest_first:
+            if not past.values:
+                continue
             together += past.size
             # The last job's client may be about to map them, or the user about to come back for them.
             wanted = past is newest_first[0] and not past.taken
-            if past.values and together > self._bounds.values and past.size and not wanted:
+            if together > self._bounds.values and past.size and not wanted:
                 past.drop_values(f"after {size(self._bounds.values)} of newer ones")
 
 

@@ -36,6 +36,9 @@ _INTRODUCE_SECONDS = 5.0
 _BEHIND_SECONDS = 2.0
 _BEHIND_BYTES = 8 << 20
 _REST_SECONDS = 0.1
+# A client draws ten times a second: it need not wake up for each message, beside its ranks.
+_COMPANY_SECONDS = 0.01
+_COMPANY_BYTES = 1 << 16
 # A frame is two buffers, and one call takes so many.
 _GATHERED = min(os.sysconf("SC_IOV_MAX"), 1024) // 2
 # macOS has no such flag.
@@ -160,6 +163,8 @@ class ClientConnection:
         self._frames = Frames(LIMIT_BEFORE_WELCOME)
         self._outbox = _Outbox(client)
         self._failed = self._awaits_room = False
+        self._write_at = 0.0
+        """Until then (monotonic) the frames that are queued wait for others."""
         self._names: dict[tuple[str, int], tuple[_Queued | None, wire.NamesChanged]] = {}
         """By session and rank, what was sent last of its variables, if no other event has followed."""
         self._introduce_until = time.monotonic() + _INTRODUCE_SECONDS
@@ -222,7 +227,7 @@ class ClientConnection:
         if frame is not None and waiting is not None and self._outbox.withdraw(frame):
             names = msgspec.structs.replace(event.names, lost=(*waiting.names.lost, *event.names.lost))
             event = msgspec.structs.replace(event, names=names)
-        self._names[rank] = self._put(FrameKind.EVENT, 0, encode(event)), event
+        self._names[rank] = self._put(FrameKind.EVENT, 0, encode(event), waits=True), event
 
     def last_event(self, event: wire.RuntimeEvent) -> None:
         """Send the event that ends a job: no state will follow that stands for what was folded before."""
@@ -233,7 +238,7 @@ class ClientConnection:
         """Send a folded message of `job` as it was encoded, unless the client is behind."""
         if self.behind:
             return
-        self._put(FrameKind.FOLDED, job, raw)
+        self._put(FrameKind.FOLDED, job, raw, waits=True)
         if self._outbox.folded > _BEHIND_BYTES:
             self._flush()
             if self._outbox.folded > _BEHIND_BYTES:
@@ -257,6 +262,8 @@ class ClientConnection:
         return math.inf if self.closed else self._write(now)
 
     def _write(self, now: float) -> float:
+        if now < self._write_at and self._outbox and self._outbox.folded <= _COMPANY_BYTES:
+            return self._write_at - now
         if not self._awaits_room:
             self._flush()
         due = self._introduce_until - now if self.introduced is None else math.inf
@@ -278,8 +285,14 @@ class ClientConnection:
             self._hub.watch_fd(self._socket.fileno(), self._ready, writable=awaits)
         return due
 
-    def _put(self, kind: FrameKind, number: int, body: bytes) -> _Queued | None:
-        return None if self.closed or self._failed else self._outbox.put(kind, number, body)
+    def _put(self, kind: FrameKind, number: int, body: bytes, *, waits: bool = False) -> _Queued | None:
+        if self.closed or self._failed:
+            return None
+        if not waits:
+            self._write_at = 0.0
+        elif not self._outbox:
+            self._write_at = time.monotonic() + _COMPANY_SECONDS
+        return self._outbox.put(kind, number, body)
 
     def _flush(self) -> None:
         # The owner may be in the middle of a loop over its clients: an end is for the end of this turn.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -222,7 +223,7 @@ class RunningJob(Job):
         if settings.options.logs_specs is not None:
             return str(settings.log_dir)  # what is where below it only the user's class knows
         files = next((each for ranks in self.logs.values() for each in ranks.values()), None)
-        return "" if files is None else str(Path(files.stdout).parents[2])
+        return "" if files is None else files.stdout.rsplit(os.sep, 3)[0]
 
     def drop_values(self) -> None:
         """Close the returned values: clients that watch the job from now on get none."""

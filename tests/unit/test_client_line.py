@@ -183,6 +183,44 @@ def test_events_that_come_before_an_answer_are_kept(runtime, line):
     assert line.next(0) is None
 
 
+def test_folded_messages_wait_for_an_event_and_come_with_it(runtime, line, monkeypatch):
+    monkeypatch.setattr(connections_module, "_COMPANY_SECONDS", 1000.0)
+    line.ask(wire.InterruptSession(session=""), 10)
+    client = runtime.client()
+    runtime.on_hub(lambda: [client.folded(7, b"one"), client.folded(7, b"two")])
+    runtime.on_hub(lambda: None)  # a turn of the hub later
+    assert not line.pending()
+    runtime.on_hub(lambda: client.event(Noticed(text="end")))
+    assert [line.next(10) for _ in range(3)] == [
+        (FrameKind.FOLDED, 7, b"one"),
+        (FrameKind.FOLDED, 7, b"two"),
+        (FrameKind.EVENT, 0, Noticed(text="end")),
+    ]
+
+
+def test_folded_messages_come_also_where_nothing_follows(runtime, line):
+    client = runtime.client()
+    runtime.on_hub(lambda: client.folded(7, b"alone"))
+    assert line.next(10) == (FrameKind.FOLDED, 7, b"alone")
+
+
+def test_many_folded_messages_wait_for_nothing(runtime, line, monkeypatch):
+    monkeypatch.setattr(connections_module, "_COMPANY_SECONDS", 1000.0)
+    client = runtime.client()
+    runtime.on_hub(lambda: [client.folded(7, bytes(1000)) for _ in range(100)])
+    assert line.next(10) is not None
+
+
+def test_what_is_pending_is_known_without_reading(runtime, line, eventually):
+    assert not line.pending()
+    runtime.on_hub(lambda: runtime.client().event(Noticed(text="news")))
+    eventually(line.pending, "the message is there")
+    assert line.next(0) == (FrameKind.EVENT, 0, Noticed(text="news"))
+    assert not line.pending()
+    runtime.on_hub(runtime.client().close)
+    eventually(line.pending, "the message is there")
+
+
 def test_nothing_comes_within_the_time_given(line):
     began = time.monotonic()
     assert line.next(0.05) is None
@@ -403,7 +441,7 @@ def test_sockets_are_for_this_user_alone_and_their_files_go(runtime):
     assert modes == [0o600, 0o600]
     runtime.on_hub(lambda: runtime.connections.listen(runtime.path))
     connect(runtime.path).close()
-    runtime.on_hub(runtime.connections.close)
+    runtime.on_hub(runtime.client().close)
     assert not runtime.path.exists()
     assert not runtime.notes.exists()
     runtime.connections._hub.after_turn.append(runtime.connections._finish_turn)
@@ -637,6 +675,7 @@ def test_a_client_that_accepts_nothing_for_a_while_is_behind(runtime, line, monk
 def test_a_client_that_asks_and_does_not_read_has_not_caught_up(runtime, line, monkeypatch, eventually):
     """Although nothing is left to send it: its socket is full, up to the last whole message."""
     monkeypatch.setattr(connections_module, "_BEHIND_SECONDS", 0.2)
+    monkeypatch.setattr(connections_module, "_COMPANY_SECONDS", 0.0)
     client = runtime.client()
     while not client._awaits_room:
         runtime.on_hub(lambda: client.folded(1, b"%07d" % 1 + bytes(1000)))
