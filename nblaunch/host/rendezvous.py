@@ -32,7 +32,6 @@ import logging
 import re
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
@@ -554,7 +553,10 @@ def _etcd_rendezvous(
 
 def _method_name(depth: int = 2) -> str:
     """Return the name of the function that calls the caller."""
-    return sys._getframe(depth).f_code.co_name  # noqa: SLF001 - as `inspect` and `logging` do
+    frame = inspect.currentframe()
+    while frame is not None and depth:
+        frame, depth = frame.f_back, depth - 1
+    return "" if frame is None else frame.f_code.co_name
 
 
 # For the name of an event torch reads the source lines of the whole stack, twice: half of a rendezvous.
