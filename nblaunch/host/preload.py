@@ -52,8 +52,6 @@ def serve(
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     gc.disable()  # while modules are loaded there is nothing to collect: a tenth of the time
     # torch, and what else both the runtime and ranks need: loaded once, in pages that they share.
-    import zmq  # noqa: F401
-
     from nblaunch import _results  # noqa: F401
     from nblaunch.capture import pickling  # noqa: F401
     from nblaunch.rank import environment, isolate  # noqa: F401
