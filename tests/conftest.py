@@ -723,7 +723,8 @@ class Kernel:
     def close(self) -> None:
         """Shut the kernel down, as the notebook does; nothing of it may be left."""
         self.client.stop_channels()
-        self.manager.shutdown_kernel()
+        if self.manager.has_kernel:  # else the test has done so
+            self.manager.shutdown_kernel()
         self.manager.cleanup_resources()
         self.manager.context.destroy(linger=0)
         all_gone("a kernel was shut down", KERNEL_MARK, self.mark)

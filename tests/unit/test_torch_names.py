@@ -13,10 +13,13 @@ import inspect
 import json
 import re
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from multiprocessing import context, forkserver, popen_forkserver, process, resource_tracker, util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -34,6 +37,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.timer import FileTimerServer
 
 from nblaunch._errors import OptionError
+from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.host import agent as our_agent
 from nblaunch.host import forkserver as our_forkserver
 from nblaunch.host import rendezvous as our_rendezvous
@@ -136,6 +140,38 @@ def test_torchs_static_rendezvous_still_has(name, static_rendezvous):
 
 def test_a_node_can_still_leave_a_rendezvous():
     assert hasattr(dynamic_rendezvous, "_RendezvousExitOp"), broken(dynamic_rendezvous, "_RendezvousExitOp")
+
+
+def test_torch_names_an_event_of_a_rendezvous_by_the_function_that_takes_the_place_of_its_own(
+    rendezvous, monkeypatch
+):
+    recorded = []
+    monkeypatch.setattr(
+        dynamic_rendezvous, "construct_and_record_rdzv_event", lambda **event: recorded.append(event["name"])
+    )
+    rendezvous._record(message="joined")
+    assert recorded == [f"DynamicRendezvousHandler.{sys._getframe().f_code.co_name}"]
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda: "any")
+    rendezvous._record(message="joined")
+    assert recorded[1] == "DynamicRendezvousHandler.any", broken(dynamic_rendezvous, "get_method_name")
+
+
+def test_torch_makes_the_error_files_of_ranks_in_the_private_directory(monkeypatch, tmp_path):
+    """A runtime that is killed just then would leave them in the temporary directory."""
+    spawn = importlib.import_module("torch.multiprocessing.spawn")
+    started = []
+
+    def process(**given):
+        started.append(given)
+        return SimpleNamespace(start=list, sentinel=0)
+
+    monkeypatch.setattr(spawn, "tempfile", tempfile)
+    monkeypatch.setattr(spawn.multiprocessing, "get_context", lambda _: SimpleNamespace(Process=process))
+    agent: Any = SimpleNamespace(_server=SimpleNamespace(directory=RuntimeDirectory(tmp_path)))
+    our_agent.RankAgent._keep_error_files(agent)
+    spawn.start_processes(print, nprocs=1, join=False, start_method="any")
+    *_, file = started[0]["args"]
+    assert Path(file).parent == tmp_path, broken(spawn, "tempfile")
 
 
 def test_the_names_still_mean_the_same(agent, process_context, rendezvous):
