@@ -92,7 +92,7 @@ def _sessions(_: argparse.Namespace) -> int:
 
 
 def _logs(parsed: argparse.Namespace) -> int:
-    from nblaunch.client.shell_logs import logs
+    from nblaunch.view.shell_logs import logs
 
     return logs(parsed.name, follow=parsed.follow, job=parsed.job)
 

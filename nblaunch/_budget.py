@@ -25,6 +25,11 @@ def cost_of_text(text: str) -> int:
     return len(text.encode("utf-8", "replace")) + more
 
 
+def cost_of_html(content: str) -> int:
+    """Return how many bytes HTML takes in a saved notebook: in JSON, quotes and line ends cost more."""
+    return len(content.encode("utf-8", "replace")) + content.count('"') + 13 * content.count("\n")
+
+
 def shortened(text: str, limit: int, cost: Cost = cost_of_text) -> str:
     """Return `text`, its middle left out where it takes more than `limit`.
 

@@ -70,8 +70,11 @@ _KEEPER = "nblaunch.host.keeper"
 _RUN_DIRECTORIES = ("group-", "logs-", "payload-")
 _NOT_OURS = ("pytest-of-", "torchinductor_", "joblib_memmapping_folder_")
 """What pytest makes, torch once a user uses DDP on a CUDA build with Triton, and joblib while it runs."""
-_CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS")
-"""Variables that would change what the tests, or a pytest that one of them starts, are about."""
+_CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE")
+"""Variables that would change what the tests, or a pytest that one of them starts, are about.
+
+Compiled files are kept in any case: to compile all tests takes each process longer than to import them.
+"""
 _OTHER_PLACES = {"nodes", "notebook7"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -107,6 +110,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Have plain `pytest` read only files of which a test is its own: the others are as many again."""
+    plain = config.option.markexpr.strip() == QUICK_LANE and config.args == config.getini("testpaths")
+    if not plain or collection_path.suffix != ".py" or UNIT in collection_path.parents:
+        return None
+    return None if "quick" in collection_path.read_text(encoding="utf-8") else True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage while all is imported, and none of it later: this would take a third of the time."""
@@ -123,6 +134,7 @@ def pytest_configure() -> None:
     private = Path(tempfile.mkdtemp(prefix="nbt-", dir="/tmp"))
     for name in [name for name in os.environ if name.startswith(_CALLERS)]:
         del os.environ[name]
+    sys.dont_write_bytecode = False
     # Its own tests switch it on; elsewhere processes that nobody has asked for are in the way.
     os.environ["NBLAUNCH_STANDBY"] = "0"
     os.environ["TMPDIR"] = tempfile.tempdir = str(private)
@@ -711,7 +723,8 @@ class Kernel:
     def close(self) -> None:
         """Shut the kernel down, as the notebook does; nothing of it may be left."""
         self.client.stop_channels()
-        self.manager.shutdown_kernel()
+        if self.manager.has_kernel:  # else the test has done so
+            self.manager.shutdown_kernel()
         self.manager.cleanup_resources()
         self.manager.context.destroy(linger=0)
         all_gone("a kernel was shut down", KERNEL_MARK, self.mark)

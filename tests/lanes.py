@@ -7,7 +7,15 @@ import os
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import hypothesis
 import pytest
+
+
+def examples(count: int) -> hypothesis.settings:
+    """Return the settings of a property: `count` examples in CI, a quarter of them elsewhere."""
+    return hypothesis.settings(
+        max_examples=count if os.environ.get("CI") else max(count // 4, 10), deadline=None
+    )
 
 
 def sampled(cases: Iterable[Any], quick: int = 1, ci: int | None = None) -> list[Any]:

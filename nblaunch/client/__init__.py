@@ -46,5 +46,4 @@ Modules, each after those that it imports:
     run                one job, from its capture to its `Outcome`: the wait draws, asks and interrupts
     session            ranks that stay: cells, calls, push, pull
     saves              saves of a session, and sessions that begin with one
-    shell_logs         what a shell shows of a session's jobs: `python -m nblaunch logs`
 """

@@ -140,8 +140,6 @@ class ClientLine:
         self, connection: socket.socket, introduce: wire.Introduce, gone: Callable[[], Exception]
     ) -> None:
         """Send `introduce`, without waiting for the answer; `gone` makes the error for its end."""
-        self.decode_folded: Callable[[bytes], object] = bytes
-        """Makes of a folded message what `next` returns."""
         self.broken = False
         """Whether an error came in the middle of a read or a write: then the line is closed."""
         self._gone = gone
@@ -217,8 +215,8 @@ class ClientLine:
         """Send `request`; an answer is not kept."""
         self._send(next(self._numbers), request)
 
-    def next(self, seconds: float | None = None) -> tuple[FrameKind, int, object] | None:
-        """Return the next event or folded message, with a folded one's job; None after `seconds`.
+    def next(self, seconds: float | None = None) -> tuple[FrameKind, int, wire.RuntimeEvent | bytes] | None:
+        """Return the next event or folded message, which is still encoded, and its job; None after `seconds`.
 
         A caller that must not lose one to an interrupt waits with `poll`, and takes it and uses it within
         `deferring_interrupts`, by `next(0)`.
@@ -226,12 +224,10 @@ class ClientLine:
         if not self._wait(lambda: bool(self._kept), _deadline(seconds)):
             return None
         frame = self._kept[0]
-        if frame.kind is FrameKind.EVENT:
-            message: object = wire.decode_event(frame.body, _RUNTIME)
-        else:
-            message = self.decode_folded(frame.body)
+        event = frame.kind is FrameKind.EVENT
+        content = wire.decode_event(frame.body, _RUNTIME) if event else frame.body
         self._kept.popleft()
-        return frame.kind, frame.number, message
+        return frame.kind, frame.number, content
 
     @property
     def kept(self) -> int:

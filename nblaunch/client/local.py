@@ -33,7 +33,6 @@ from nblaunch.client.code_manifest import KnownFiles
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.messages import encode
-from nblaunch.protocol.state import decode_folded
 
 if TYPE_CHECKING:
     from nblaunch._results import EventLog
@@ -251,7 +250,6 @@ class Runtime(abc.ABC):
             self._raise_if_ending()
             raise
         line = ClientLine(connection, self._introduction(), self._gone)
-        line.decode_folded = decode_folded
         self._lines.add(line)
         return line
 

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from typing import cast
 
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError, RunTimeoutError
@@ -29,9 +28,8 @@ from nblaunch.client.preparation import (
 )
 from nblaunch.client.result import collect, error_of
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.framing import FrameKind
 from nblaunch.protocol.messages import Answer, Asked, RunEnded, encode
-from nblaunch.protocol.state import Message, RankState, RunState, View, decode_state
+from nblaunch.protocol.state import RankState, RunState, View, decode_folded, decode_state
 from nblaunch.protocol.transcript import Text
 
 _DRAW_SECONDS = 0.1
@@ -206,12 +204,12 @@ class JobWait:
         frame = self._job.line.next(0.0)
         if frame is None:
             return
-        kind, number, content = frame
-        if kind is FrameKind.EVENT:
+        _, number, content = frame
+        if not isinstance(content, bytes):
             self._job.take(content)
             self._job.others(content)
         elif number == self._job.number:
-            self._job.fold(cast("Message", content))
+            self._job.fold(decode_folded(content))
 
     def _draw(self) -> None:
         if time.monotonic() >= self._draw_at and not self._job.ended:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import keyword
+import math
 import os
 import platform
 import queue
@@ -53,7 +54,7 @@ from nblaunch.protocol.state import View
 _CLOSE_SECONDS = 10.0
 # Peers of a rank whose user reads a debugger's prompt wait for longer than torch's half an hour.
 _COLLECTIVE_SECONDS = 86_400.0
-# How long a job waits for a completion whose answer the notebook no longer expects.
+# How long a job waits for a completion whose answer the notebook no longer expects, before it interrupts it.
 _BRIEF_SECONDS = 5.0
 _ANSWER_SECONDS = 0.5
 _COMPLETE_SECONDS = 2.0
@@ -147,6 +148,8 @@ class LiveSession:
         self._key = opened.session
         self._ranks = JobRanks(runtime, opened.session, open=True)
         self.options = opened.options or LaunchOptions()
+        self._grace = self.options.grace
+        """That of the last job."""
         self.placement = opened.placement
         self.detached = detached
         """Whether the ranks outlive this process."""
@@ -154,8 +157,8 @@ class LiveSession:
         self.failed_last = 0
         """The rank whose failure was the last root cause."""
         self._busy = threading.Lock()
-        self._brief = False
-        """Whether the job that holds `_busy` is brief."""
+        self._brief: threading.Event | None = None
+        """Interrupts the job that holds `_busy`, if the user does not know of that job."""
         self._reading = threading.Lock()
         """Held while a thread reads from the session's connection."""
         self._runtime = runtime
@@ -370,7 +373,7 @@ class LiveSession:
             raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         self._refuse_if_busy()
         with self._busy:
-            self._brief = False
+            self._brief = None
             chosen, token, moved = self._chosen(ranks), secrets.token_hex(8), 0
             rounds = compare(chosen, names, env=env)
             asked = next(rounds)
@@ -403,11 +406,15 @@ class LiveSession:
         """Take the ranks for a job in the background, on its thread; the job's end releases them."""
         while not self._busy.acquire(blocking=False):
             self._refuse_if_busy()
-        self._brief = False
+        self._brief = None
 
     def _refuse_if_busy(self) -> None:
+        """Raise `NblaunchError` while a job of the user's runs; wait for the end of another one."""
         deadline = time.monotonic() + _BRIEF_SECONDS
-        while self._brief and self.busy and time.monotonic() < deadline:
+        while (brief := self._brief) is not None and self.busy:
+            if time.monotonic() >= deadline:
+                deadline = math.inf
+                brief.set()
             time.sleep(0.005)
         if self.busy:
             raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
@@ -418,8 +425,8 @@ class LiveSession:
             self._refuse_if_busy()
             # The one way to take and release a lock that no interrupt comes between.
             with self._busy:
-                self._brief = job.brief
-                outcome = self._run(job)
+                self._brief = threading.Event() if job.brief else None
+                outcome = self._run(job, self._brief)
         else:
             try:
                 outcome = self._run(job, cancelled)
@@ -451,6 +458,7 @@ class LiveSession:
             if job.captured_for is not None:
                 self._capture_for_now(job)
             self._jobs += 1
+            self._grace = job.options.grace
 
             def lost(before: int = self._losses) -> bool:
                 return self._losses != before
@@ -778,7 +786,7 @@ class LiveSession:
             return
         # Raised where the runtime has ended, and all ranks with it.
         with contextlib.suppress(LaunchError, TimeoutError), self._runtime.line() as line:
-            line.ask(wire.CloseSession(session=self._key), 4 * _CLOSE_SECONDS + self.options.grace)
+            line.ask(wire.CloseSession(session=self._key), 4 * _CLOSE_SECONDS + self._grace)
         if self.detached:
             self._runtime.stop()
         # A job that was still running gets its end first.

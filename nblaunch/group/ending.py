@@ -21,6 +21,7 @@ from nblaunch.diagnose.failures import blames_a_peer
 from nblaunch.diagnose.hang import difference_of
 from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
 from nblaunch.group.recovery import free
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages
 from nblaunch.protocol.client import EarlyEnd
 from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
@@ -261,7 +262,6 @@ class Interruption(msgspec.Struct, frozen=True):
     survey: Survey | None = None
     silent: frozenset[int] = frozenset()
     steps: Steps = Steps()
-    grace: float = 0.0
     aborted_at: float | None = None
 
     @property
@@ -279,7 +279,7 @@ class Interruption(msgspec.Struct, frozen=True):
 
     def fresh(self) -> Interruption:
         """Return the value for the next job, before it is interrupted."""
-        return Interruption(number=self.number, grace=self.grace)
+        return Interruption(number=self.number)
 
     def over(self) -> Interruption:
         """Expect nothing more of the ranks: the job has ended."""
@@ -321,7 +321,9 @@ class Interruption(msgspec.Struct, frozen=True):
         """Stop waiting for this rank to end the job: it saves first."""
         return replace(self, interrupted={key: each for key, each in self.interrupted.items() if key != rank})
 
-    def tick(self, state: RunState, members: RunState, now: float) -> tuple[Interruption, Sends]:
+    def tick(
+        self, state: RunState, members: RunState, now: float, grace: float
+    ) -> tuple[Interruption, Sends]:
         """Do what is due; `state` is that of the job, `members` are all ranks of the group."""
         if not self.busy:
             return self, ()
@@ -336,13 +338,15 @@ class Interruption(msgspec.Struct, frozen=True):
             everyone = (rank.rank for rank in members.ranks.values() if rank.node)
             survey, sends = Survey.begin(everyone, now + _ANSWER_SECONDS)
             after = replace(after, survey_at=None, survey=survey)
-        after, freed = _free_stuck(after, state, now)
+        after, freed = _free_stuck(after, state, now, grace)
         return after, (*sends, *freed)
 
-    def answered(self, answer: messages.Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
+    def answered(
+        self, answer: messages.Where, state: RunState, now: float, grace: float
+    ) -> tuple[Interruption, Sends]:
         if self.survey is None:
             return self, ()
-        return _free_stuck(replace(self, survey=self.survey.with_answer(answer)), state, now)
+        return _free_stuck(replace(self, survey=self.survey.with_answer(answer)), state, now, grace)
 
     def press(self, now: float, grace: float) -> tuple[Interruption, Sends]:
         """Interrupt ranks for the last time that have seen the interrupt, and whose grace period is over."""
@@ -353,8 +357,8 @@ class Interruption(msgspec.Struct, frozen=True):
                 interrupted[rank] = replace(known, number=number, last=True, seen=None)
                 sends.append(Send(rank, messages.Interrupt(number, last=True)))
         if not sends:
-            return (self if grace == self.grace else replace(self, grace=grace)), ()
-        after = replace(self, grace=grace, interrupted=interrupted, number=number)
+            return self, ()
+        after = replace(self, interrupted=interrupted, number=number)
         if after.survey is None:
             after = replace(after, survey_at=now, pause=_FREE_SECONDS)
         return after, tuple(sends)
@@ -380,7 +384,9 @@ class Interruption(msgspec.Struct, frozen=True):
         return messages.Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
 
 
-def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tuple[Interruption, Sends]:
+def _free_stuck(
+    interruption: Interruption, state: RunState, now: float, grace: float
+) -> tuple[Interruption, Sends]:
     """Cut the connections of ranks that are stuck in a collective, once it is known which these are."""
     survey = interruption.survey
     # A rank that was silent the last time, because its C code holds the interpreter, is not waited for.
@@ -397,7 +403,7 @@ def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tupl
         return after, ()
     if any(answer.nccl for answer in answers.values()):
         after = replace(after, steps=after.steps.after(answers, now))
-        if after.aborted_at is not None or not after.steps.stuck(answers, state, now, interruption.grace):
+        if after.aborted_at is not None or not after.steps.stuck(answers, state, now, grace):
             return after, ()
         # All ranks abort NCCL: where only some do, that hangs, or frees memory that others write to.
         everyone = answers.keys() | survey.missing
@@ -434,6 +440,8 @@ class Ending(msgspec.Struct, frozen=True):
     """The limits of a job, and how far its early end has come."""
 
     timeout: float | None = None
+    grace: float = 0.0
+    """How long its ranks may take to end by themselves."""
     deadline: float = NEVER
     paused_at: float | None = None
     """When it was last seen that time counts towards no limit; None while it does."""
@@ -465,9 +473,11 @@ class Ending(msgspec.Struct, frozen=True):
     """When the job ends, whatever its ranks do."""
 
     @classmethod
-    def begin(cls, timeout: float | None, hang_after: float | None, began: float) -> Ending:
-        deadline = NEVER if timeout is None else began + timeout
-        return cls(timeout, deadline, hang=HangWatch(hang_after, began))
+    def begin(cls, options: LaunchOptions, began: float, *, internal: bool = False) -> Ending:
+        deadline = NEVER if options.timeout is None else began + options.timeout
+        # Nobody would see a hang of a job that the user does not see.
+        hang = HangWatch(None if internal else options.hang_after, began)
+        return cls(options.timeout, options.grace, deadline, hang=hang)
 
     def paused(self, now: float, *, goes_on: bool) -> Ending:
         """Let the time count for no limit since the last call, and from now on if the pause `goes_on`."""
@@ -504,7 +514,6 @@ class Situation(msgspec.Struct, frozen=True):
     present: RunState
     """The ranks that are not lost."""
     kept: bool
-    grace: float
     at_work: bool
     """Whether the ranks have it, and have not all ended it."""
     asks: bool
@@ -567,7 +576,7 @@ class EndingStep(Machine[Ending, Consequence]):
 
     def tell_ranks(self) -> None:
         """Have the ranks end the job, which the user has interrupted, or which has timed out."""
-        ending, kept, stops = self.state, self.job.kept, self.now + self.job.grace
+        ending, kept, stops = self.state, self.job.kept, self.now + self.state.grace
         if ending.timed_out and not kept:
             self.set([Order.STOP_AGENT], told=True, abandon_at=stops + END_SECONDS)
             return
@@ -607,7 +616,7 @@ class EndingStep(Machine[Ending, Consequence]):
     def skip_grace(self) -> None:
         job, waited_for = self.job, self.interruption.waited_for
         lost = format_ranks(job.members.ranks) if job.kept else ""
-        abandon_at = min(self.state.abandon_at, self.now + job.grace + END_SECONDS)
+        abandon_at = min(self.state.abandon_at, self.now + self.state.grace + END_SECONDS)
         self.set([Order.SKIP_GRACE], skipped=True, skip_at=NEVER, abandon_at=abandon_at, lost=lost)
         if not job.kept:
             self.act(Order.STOP_AGENT)
@@ -622,16 +631,29 @@ class EndingStep(Machine[Ending, Consequence]):
         self.job = replace(self.job, replacing=True)
 
     def tick(self) -> None:
-        self.change(self.interruption.tick(self.job.run, self.job.present, self.now))
+        self.change(self.interruption.tick(self.job.run, self.job.present, self.now, self.patience))
         self.press()
         self.watch()
+
+    def answered(self, answer: messages.Where) -> None:
+        self.change(self.interruption.answered(answer, self.job.run, self.now, self.patience))
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether interrupted ranks are waited for: they hold variables, or they save."""
+        return self.job.kept or bool(self.job.run.preempted)
+
+    @property
+    def patience(self) -> float:
+        """The grace period, as far as ranks that wait for each other are left alone for it."""
+        return self.state.grace if self.waits_for_ranks else 0.0
 
     def press(self) -> None:
         """Replace persistent ranks that have seen the interrupt twice and go on with their job."""
         job, now = self.job, self.now
-        if not (job.kept or job.run.preempted) or not job.at_work:
+        if not (self.waits_for_ranks and job.at_work):
             return
-        self.change(self.interruption.press(now, job.grace))
+        self.change(self.interruption.press(now, self.state.grace))
         if job.replacing or not job.kept:
             return
         if unfreed := self.interruption.unfreed(now):
@@ -640,7 +662,7 @@ class EndingStep(Machine[Ending, Consequence]):
             )
         elif deaf := self.interruption.deaf(now):
             self.replace_ranks(
-                f"{format_ranks(deaf)} went on after two interrupts, --grace {job.grace:g} s apart"
+                f"{format_ranks(deaf)} went on after two interrupts, --grace {self.state.grace:g} s apart"
             )
 
     def watch(self) -> None:
@@ -684,7 +706,7 @@ class EndingStep(Machine[Ending, Consequence]):
     def show_late(self, report: HangReport, asked: float) -> None:
         late = LateRanks.found(self.interruption.waited_for, report, asked, self.now)
         self.set([messages.Waiting(ranks=dict(late.ranks))], late=late)
-        stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.job.grace]
+        stopped = [rank for rank, seconds in late.stopped.items() if seconds > self.state.grace]
         if self.state.timed_out and stopped and not self.job.replacing:
             # There may be nobody to continue it, and it is not in the middle of anything.
             self.replace_ranks(f"{format_ranks(stopped)} could not be interrupted: stopped by SIGSTOP")

@@ -167,8 +167,7 @@ class WorkerGroup:
             self.job = job
             if job is not None:
                 job.logs = self.logs.begin_job(self.attempt)
-            known = None if job is None else job.known
-            self.feed(lifecycle.JobSubmitted(prepare, self.settings.options.grace, known))
+            self.feed(lifecycle.JobSubmitted(prepare, None if job is None else job.known))
 
         self._hub.call(submit)
 

@@ -157,7 +157,6 @@ class GroupState(msgspec.Struct, frozen=True):
     persistent: bool
     members: RunState
     """The ranks themselves; the state of the job is `job.run`."""
-    grace: float = 0.0
     attempt: int = 0
     prepare: messages.Prepare | None = None
     engine: messages.EngineStatus | None = None
@@ -212,6 +211,11 @@ class GroupState(msgspec.Struct, frozen=True):
     @property
     def working(self) -> JobState | None:
         return self.job if self.job is not None and not self.job.ended else None
+
+    @property
+    def grace(self) -> float:
+        """The grace period of the last job."""
+        return 0.0 if self.job is None else self.job.ending.grace
 
     @property
     def at_work(self) -> RunState:
@@ -342,7 +346,6 @@ class JobSubmitted(msgspec.Struct, frozen=True):
     """The caller submits a job to the ranks, with its limits; without one they only become ready."""
 
     prepare: messages.Prepare
-    grace: float
     job: JobState | None = None
 
 
@@ -519,12 +522,10 @@ class _Step(Machine[GroupState, Action]):
                 self.send(each, messages.Proceed())
 
     def located(self, answer: messages.Where) -> None:
+        self.end_early(lambda ending: ending.answered(answer))
         state = self.state
-        interruption, sends = state.interruption.answered(answer, state.at_work, self.now)
         searches = {why: each.with_answer(answer) for why, each in state.searches.items()}
-        self.set(
-            sends, interruption=interruption, recovery=state.recovery.answered(answer), searches=searches
-        )
+        self.set(recovery=state.recovery.answered(answer), searches=searches)
         self.search_on()
         job = state.working
         if job is not None and job.left_open is not None and not job.settled:
@@ -727,7 +728,7 @@ class _Step(Machine[GroupState, Action]):
                 if rank.node:
                     self.send(rank.rank, event.prepare)
             self.limit_process_group()
-        self.set(grace=event.grace, job=event.job)
+        self.set(job=event.job)
         if event.job is None:
             return
         run = event.job.run
@@ -923,7 +924,6 @@ class _Step(Machine[GroupState, Action]):
             members=state.members,
             present=self.present(),
             kept=state.persistent,
-            grace=state.grace,
             at_work=job.dispatched and not job.settled,
             asks=bool(job.questions),
             replacing=state.replacing,

@@ -4,7 +4,8 @@ Names of torch's that are not public, as of torch 2.8 to 2.15 (`tests/unit/test_
 those that a release has broken; `hooks` and `rendezvous` list their own): `LocalElasticAgent._start_workers`,
 `._monitor_workers`, `._restart_workers`, `._assign_worker_ranks`, `._exit_barrier`, `._shutdown`,
 `._setup_healthcheck`, `._remaining_restarts`, `._worker_group`, `._pcontext`, `._setup_local_watchdog`,
-`._worker_watchdog`, `._log_watchdog_event`; `MultiprocessContext._pc`, `._ret_vals`.
+`._worker_watchdog`, `._log_watchdog_event`; `MultiprocessContext._pc`, `._ret_vals`;
+`torch.multiprocessing.spawn.tempfile`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
+from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -227,6 +231,7 @@ class RankAgent(LocalElasticAgent):
         self._server.ensure_running()
         # Each attempt needs them again, and the notebook may have opened others since the first.
         descriptors.make_room(self.settings.nproc, replaced=len(self._processes()))
+        self._keep_error_files()
         try:
             with self._server.forking(abandon=self._stop):
                 pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -250,6 +255,14 @@ class RankAgent(LocalElasticAgent):
             numbers.post_attempt(store, self._attempt)
         self._reason = "membership"  # unless a failure is seen first
         return pids
+
+    def _keep_error_files(self) -> None:
+        """Have torch make the error files of ranks, which it removes at once, where a kill leaves nothing."""
+        directory = self._server.directory.root()
+        make = functools.partial(tempfile.NamedTemporaryFile, dir=directory)
+        # `torch.multiprocessing` has a function of this name.
+        spawn = importlib.import_module("torch.multiprocessing.spawn")
+        vars(spawn)["tempfile"] = SimpleNamespace(NamedTemporaryFile=make)
 
     def _filter_lines(self, worker_group: WorkerGroup, context: PContext) -> None:
         wanted = self.settings.options

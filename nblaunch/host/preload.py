@@ -6,7 +6,7 @@ The standard library's loop (`multiprocessing.forkserver.main`) ends with the fi
 it all ranks that it has forked, those of other runs too. Here a fork that the system refuses is a refusal of
 that one request. Descriptors are kept in reserve, so that a request can always be received and answered.
 
-The first fork is the runtime's, while nothing but torch is loaded: it loads what it needs beside the server.
+The first fork is the runtime's, once what both need is loaded: it loads the rest beside the server.
 """
 
 from __future__ import annotations
@@ -51,16 +51,20 @@ def serve(
     # Kineto reads it as torch is loaded. Below this it writes a line to stderr for each profile that begins.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     gc.disable()  # while modules are loaded there is nothing to collect: a tenth of the time
-    from nblaunch.rank import environment, isolate  # noqa: F401 - torch, and little else
+    # torch, and what else both the runtime and ranks need: loaded once, in pages that they share.
+    from nblaunch import _results  # noqa: F401
+    from nblaunch.capture import pickling  # noqa: F401
+    from nblaunch.rank import environment, isolate  # noqa: F401
 
     if runtime is not None:
         live, its_fds = runtime
         _fork_runtime(live, (*its_fds, root, os.getppid()), not_its=(requests_fd, alive_fd))
         _close(its_fds)
-    from nblaunch.rank import main, shell  # noqa: F401 - loaded for all ranks
+    from nblaunch.rank import main, script, shell  # noqa: F401 - loaded for all ranks
 
     isolate.server_pid = os.getpid()
     shell.prepare(root)
+    script.leave_out_finalizers()
     # A rank's collector never visits frozen objects, so their pages stay shared. The garbage among them is
     # small (8,000 objects), and collecting it would take as long as making the shell.
     gc.freeze()

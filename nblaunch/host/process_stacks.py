@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -43,20 +44,31 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _dumped(pids: Mapping[int, int], directory: str) -> dict[int, str]:
-    """Have faulthandler dump the ranks' stacks, which needs no lock of their interpreters."""
+    """Have faulthandler dump the ranks' main stacks, which needs no lock of their interpreters."""
     paths = {rank: dump_path(directory, rank) for rank in pids}
     before: dict[int, int] = {}
     for rank, pid in pids.items():
         with contextlib.suppress(OSError):
             # No file means no handler: the signal would end the process.
             size = paths[rank].stat().st_size
-            os.kill(pid, DUMP_SIGNAL)
+            signal_main_thread(pid, DUMP_SIGNAL)
             before[rank] = size
     deadline = time.monotonic() + _DUMP_SECONDS
     while any(_size(paths[rank]) == size for rank, size in before.items()) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.02 if before else 0)  # for the rest of these dumps
     return {rank: read_text(str(paths[rank]), before[rank]) if rank in before else "" for rank in pids}
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process, and to no other. Raises `OSError` if that is gone."""
+    try:
+        tgkill = ctypes.CDLL(None, use_errno=True).tgkill
+    except AttributeError:  # another C library than glibc: there the system chooses, mostly this thread
+        os.kill(pid, number)
+        return
+    if tgkill(pid, pid, number):
+        raise OSError(ctypes.get_errno(), "tgkill")
 
 
 def _size(path: Path) -> int:

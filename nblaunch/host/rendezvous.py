@@ -15,6 +15,7 @@ that name under the one that the user gave, with the address of its listener.
 Names of torch's that are not public (`tests/unit/test_torch_names.py`):
 `DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
 `._bootstrap_store_info`, `._this_node`, `._stop_heartbeats`, `._op_executor`; `_RendezvousExitOp`;
+`dynamic_rendezvous.get_method_name`;
 `StaticTCPRendezvous._store`.
 """
 
@@ -51,6 +52,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
+    dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -547,6 +549,18 @@ def _etcd_rendezvous(
         return EtcdRendezvous(rdzv, name, stopped, own)
     backend, store = _connect_etcd(rdzv, name)
     return NodesRendezvous.at(rdzv, name, store, _SignedState(backend, rdzv.key, stopped), own)
+
+
+def _method_name(depth: int = 2) -> str:
+    """Return the name of the function that calls the caller."""
+    frame = inspect.currentframe()
+    while frame is not None and depth:
+        frame, depth = frame.f_back, depth - 1
+    return "" if frame is None else frame.f_code.co_name
+
+
+# For the name of an event torch reads the source lines of the whole stack, twice: half of a rendezvous.
+dynamic_rendezvous.get_method_name = _method_name
 
 
 class _Handler(DynamicRendezvousHandler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from nblaunch._budget import clipped
+from nblaunch._budget import clipped, cost_of_html
 from nblaunch.insight import svg
 from nblaunch.insight.curves import (
     Bucket,
@@ -89,7 +89,7 @@ def charts(curves: Curves, room: int) -> tuple[list[str], list[str]]:
     drawn: list[str] = []
     for curve in shown:
         chart = _chart(curve, steps, most)
-        room -= _saved(chart)
+        room -= cost_of_html(chart)
         if room < 0:
             break
         drawn.append(chart)
@@ -98,16 +98,11 @@ def charts(curves: Curves, room: int) -> tuple[list[str], list[str]]:
         if not 1 < len(curve.lines) <= _MOST_LINES:
             continue
         chart = _chart_of_ranks(curve, steps)
-        if _saved(chart) > room:
+        if cost_of_html(chart) > room:
             break
-        room -= _saved(chart)
+        room -= cost_of_html(chart)
         by_rank.append(chart)
     return drawn, by_rank
-
-
-def _saved(drawing: str) -> int:
-    """Return the bytes that a drawing takes in a saved notebook: JSON escapes each quote."""
-    return len(drawing.encode()) + drawing.count('"')
 
 
 _LABEL_WIDTH = 44

@@ -120,7 +120,7 @@ class Straggler:
     def __str__(self) -> str:
         """Return one line."""
         return (
-            f"step {self.step}: rank {self.rank} came {_short(self.seconds)} after the others to "
+            f"step {self.step}: rank {self.rank} came {short_time(self.seconds)} after the others to "
             f"{self.operation}; before it: {self.before}"
         )
 
@@ -531,16 +531,18 @@ def _stragglers(profile: Profile) -> dict[int, Straggler]:
         group = "" if call.group == DEFAULT_GROUP else f" of {call.group}"
         busy = length(clipped(profile.computed(rank), begin, end)) * _NANO
         rest = (end - begin) * _NANO - busy
-        before = f"{_short(rest)} outside of operators" if rest > busy else f"{_short(busy)} in operators"
+        before = (
+            f"{short_time(rest)} outside of operators" if rest > busy else f"{short_time(busy)} in operators"
+        )
         operation = f"{call.operation} {call.sequence}{group}"
         found[step] = Straggler(step, rank, lengths[rank] * _NANO, operation, before)
     return dict(sorted(found.items()))
 
 
-def _short(seconds: float) -> str:
+def short_time(seconds: float) -> str:
     """Return a duration with its unit.
 
-    >>> _short(0.00512), _short(1.5), _short(2.5e-5)
+    >>> short_time(0.00512), short_time(1.5), short_time(2.5e-5)
     ('5.12 ms', '1.5 s', '25 µs')
     """
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
@@ -556,15 +558,15 @@ def _lines(profile: Profile) -> Iterator[str]:
         yield f"… {len(profile.straggler) - len(worst)} more in result.profile.straggler …"
     for use in profile.collectives[:_TEXT_STEPS]:
         yield (
-            f"{use.operation} of {use.size:,} bytes in {use.group}: {use.count} times, {_short(use.seconds)} "
-            f"({use.bandwidth / 1e6:.3g} MB/s, best {use.best / 1e6:.3g})"
+            f"{use.operation} of {use.size:,} bytes in {use.group}: {use.count} times, "
+            f"{short_time(use.seconds)} ({use.bandwidth / 1e6:.3g} MB/s, best {use.best / 1e6:.3g})"
         )
     known = [each for each in profile.clock_error.values() if each is not None]
     if known:
         check = profile.clock_check
         yield (
-            f"clocks: at most {_short(max(known))} wrong; {plural(check.collectives, 'collective')} ended "
-            f"{_short(check.spread)} apart (median)"
+            f"clocks: at most {short_time(max(known))} wrong; {plural(check.collectives, 'collective')} "
+            f"ended {short_time(check.spread)} apart (median)"
         )
     yield from profile.warnings
 

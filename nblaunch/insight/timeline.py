@@ -6,10 +6,11 @@ Nothing in it depends on the page's theme: text has the page's own colour.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from nblaunch.insight import markup, svg
 from nblaunch.insight.intervals import Interval, clipped
-from nblaunch.insight.profile import Profile
+from nblaunch.insight.profile import Profile, short_time
 from nblaunch.protocol.reports import plural
 
 MOST_STEPS = 10
@@ -140,8 +141,8 @@ def _place(moment: int, begin: int, end: int) -> float:
     return _LABEL + (_WIDTH - _LABEL - 8) * (moment - begin) / (end - begin)
 
 
-def _strip(found: dict[str, list[Interval]], begin: int, end: int, y: float) -> Iterator[str]:
-    """Yield one path for each kind: of what fills most of a column, that kind has the column."""
+def _strip(found: dict[str, list[Interval]], begin: int, end: int, y: float) -> list[str]:
+    """Return one path for each kind: of what fills most of a column, that kind has the column."""
     width = (end - begin) / _COLUMNS
     shares: dict[str, list[float]] = {
         kind: _shares(clipped(found[kind], begin, end), begin, width) for kind in _KINDS
@@ -150,20 +151,14 @@ def _strip(found: dict[str, list[Interval]], begin: int, end: int, y: float) -> 
         max((*_KINDS, "idle"), key=lambda kind: shares[kind][number] if kind in shares else 0.5)
         for number in range(_COLUMNS)
     ]
-    for kind, colour in _COLOURS.items():
-        drawn, number = "", 0
-        while number < _COLUMNS:
-            first = number
-            while number < _COLUMNS and columns[number] == kind:
-                number += 1
-            if number > first:
-                left = _place(begin + round(first * width), begin, end)
-                right = _place(begin + round(number * width), begin, end)
-                drawn += f"M{svg.coordinate(left)} {svg.coordinate(y)}H{svg.coordinate(right)}v{_STRIP:.0f}"
-                drawn += f"H{svg.coordinate(left)}Z"
-            number = max(number, first + 1)
-        if drawn:
-            yield f'<path d="{drawn}" fill="{colour}"/>'
+    drawn = dict.fromkeys(_COLOURS, "")
+    first = 0
+    for kind, group in groupby(columns):
+        last = first + len(list(group))
+        left, right = (svg.coordinate(_place(begin + round(n * width), begin, end)) for n in (first, last))
+        drawn[kind] += f"M{left} {svg.coordinate(y)}H{right}v{_STRIP:.0f}H{left}Z"
+        first = last
+    return [f'<path d="{path}" fill="{_COLOURS[kind]}"/>' for kind, path in drawn.items() if path]
 
 
 def _shares(intervals: Sequence[Interval], begin: int, width: float) -> list[float]:
@@ -194,9 +189,5 @@ def _clocks(profile: Profile) -> str:
     ends = ""
     if check.collectives:
         count = plural(check.collectives, "collective")
-        ends = f"; {count} ended {_duration(check.spread)} apart on the ranks (median)"
-    return f"<div>The clocks of the ranks agree within {_duration(max(known))}{ends}.</div>"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"  # noqa: PLR2004 - 1 ms
+        ends = f"; {count} ended {short_time(check.spread)} apart on the ranks (median)"
+    return f"<div>The clocks of the ranks agree within {short_time(max(known))}{ends}.</div>"

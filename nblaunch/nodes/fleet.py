@@ -52,7 +52,7 @@ from nblaunch.host.join import HERE, HERE_PLACE
 from nblaunch.host.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
 from nblaunch.host.rank_host import GroupHost, RankHost
 from nblaunch.host.reach import ReachCheck
-from nblaunch.host.rendezvous import host_store
+from nblaunch.host.rendezvous import host_store, join_seconds
 from nblaunch.host.settings import AgentSettings
 from nblaunch.nodes import director
 from nblaunch.nodes.asking import Asking
@@ -89,9 +89,6 @@ class FleetSettings:
     options: LaunchOptions
     directed: bool = True
     """Whether the fleet decides who takes part; else torch's rendezvous, at an endpoint."""
-    join_timeout: float = 600.0
-    """How many seconds to wait for the replacement of a lost node."""
-    check_reach: bool = True
     environment: NodeEnvironment | None = None
     """The environment that nodes make before they begin, except this machine's; None: they use their own."""
 
@@ -342,7 +339,7 @@ class NodeFleet:
         if self._listener is not None:
             self._listener.send(identity, message, data)
 
-    def data_to(self, nodes: Iterable[FleetNode]) -> tuple[DataSocket, tuple[tuple[str, str], ...]] | None:
+    def data_to(self, nodes: Iterable[NodeMember]) -> tuple[DataSocket, tuple[tuple[str, str], ...]] | None:
         """Return the socket for data and these nodes' names and data addresses; None if one has none."""
         places = tuple((node.name, node.arriving.data) for node in nodes)
         if self._data is None or not all(address for _, address in places):
@@ -593,7 +590,7 @@ class NodeFleet:
             or self._address.startswith(_LOOPBACK)
             or not all(data for _, data in places.values())
         )
-        if alone or not self.conf.check_reach:
+        if alone:
             self._reached("")
         elif len(places) >= self.conf.least:
             self._check_until = time.monotonic() + _CHECK_SECONDS
@@ -671,7 +668,8 @@ class NodeFleet:
     def notify_lost(self, count: int, why: str) -> None:
         """Show the user that replacements for lost nodes are awaited."""
         nodes = "another node is" if count == 1 else f"{count} other nodes are"
-        self._notify(f"{why}; {nodes} awaited for {self.conf.join_timeout:g} s (--rdzv-conf join_timeout)")
+        seconds = join_seconds(self.conf.options)
+        self._notify(f"{why}; {nodes} awaited for {seconds:g} s (--rdzv-conf join_timeout)")
 
 
 def _own_inventory() -> wire.Inventory:
@@ -706,7 +704,6 @@ class NodeGroup(GroupHost):
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
         self._backend = events.settings.options.backend
         self._members: dict[str, NodeMember] = {}
-        self._nodes: dict[str, FleetNode] = {}
         self._order: tuple[str, ...] = ()
         """The nodes of this attempt, in the order of their ranks, where the fleet decides it."""
         self._ranks = RemoteRanks(events)
@@ -778,7 +775,7 @@ class NodeGroup(GroupHost):
         self._ranks.close()
         for member in self._members.values():
             member.incoming.close()
-        self._members, self._nodes, self._held = {}, {}, {}
+        self._members, self._held = {}, {}
 
     def _send_all(self, message: wire.ToNode) -> None:
         for name in list(self._members):
@@ -829,10 +826,11 @@ class NodeGroup(GroupHost):
             name
             for name in self._order or self._members
             if name in held
+            and name in self._members
             and isinstance(other := held[name][0], messages.Dispatch)
             and other.payload is dispatch.payload
         ]
-        data = self._fleet.data_to(self._nodes[name] for name in names)
+        data = self._fleet.data_to(self._members[name] for name in names)
         if data is not None:
             socket, places = data
             ticket = socket.send(self.name, dispatch.payload, places)
@@ -866,10 +864,10 @@ class NodeGroup(GroupHost):
 
     def add(self, node: FleetNode) -> None:
         settings, conf = self._settings, self._fleet.conf
-        self._nodes[node.name] = node
         self._members[node.name] = NodeMember(
             node.name,
             node.identity,
+            node.arriving,
             IncomingTransfer(self._directory),
             "" if node.arriving.address == self._address else node.arriving.address,
         )
@@ -969,7 +967,7 @@ class FleetGroup(NodeGroup):
             group=self.name,
             store=(address, store.port),
             patient=fleet.engine.name == "join",
-            join_timeout=conf.join_timeout,
+            join_timeout=join_seconds(conf.options),
             grace=settings.options.grace,
         )
         self._waiting: deque[DirectorEvent] = deque()
@@ -1164,7 +1162,9 @@ class FleetGroup(NodeGroup):
 
         Raises `LaunchError` if NCCL was asked for, and two of the nodes have the same GPU.
         """
-        inventories = {name: self._nodes[name].arriving.inventory for name in self._order}
+        # One that was dropped a moment ago has a message of its own on its way to the director.
+        there = [self._members[name] for name in self._order if name in self._members]
+        inventories = {each.name: each.arriving.inventory for each in there}
         found = {(each.backend, each.device_type) for each in inventories.values()}
         shared = shared_gpu(inventories)
         if self._backend != "auto":

@@ -35,6 +35,7 @@ class NodeMember:
     name: str
     identity: bytes
     """Of its connection."""
+    arriving: wire.Arriving
     incoming: IncomingTransfer
     address: str = ""
     """The address at which other nodes reach it; "" if the runtime is on the same machine."""

@@ -24,7 +24,6 @@ _OURS = re.compile(
     r"|/multiprocessing/(process|spawn|forkserver)\.py|/lib/python[\d.]+/contextlib\.py"
     r"|<frozen (runpy|importlib\._bootstrap(_external)?)>|/asyncio/(runners|base_events|events)\.py)"
 )
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*:$", re.MULTILINE)
 _FATAL_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
@@ -176,18 +175,14 @@ def readable_stacks(dump: str, titles: Mapping[str, str]) -> str:
 
 
 def readable_main_stack(dump: str, titles: Mapping[str, str]) -> str:
-    """Return the main thread's frames of what faulthandler wrote on request, innermost last.
+    """Return the frames that faulthandler wrote last on request, innermost last.
 
-    >>> dump = '''Thread 0x00007e (most recent call first):
-    ...   File "/lib/zmq/sugar/poll.py", line 106 in poll
-    ...
-    ... Current thread 0x00007f (most recent call first):
+    >>> dump = '''Stack (most recent call first):
     ...   File "/x/cell.py", line 3 in <module>'''
     >>> print(readable_main_stack(dump, {"/x/cell.py": "Cell In[2]"}))
       Cell In[2], line 3, in <module>
     """
-    # The newest thread comes first. Which one is the current one is chance: any may take the signal.
-    return "\n".join(_readable(_THREAD.split(dump)[-1], titles))
+    return "\n".join(_readable(dump.rpartition("Stack (most recent call first)")[2], titles))
 
 
 def _readable(stack: str, titles: Mapping[str, str]) -> list[str]:

@@ -119,7 +119,8 @@ class Link:
         self._socket.setsockopt(zmq.IDENTITY, f"{self._group}/{hello.attempt}/{hello.rank}".encode())
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         # A burst of displays waits here; it never blocks the job and is never dropped.
-        self._socket.set_hwm(0)
+        for limit in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(limit, 0)
         self._socket.connect(self._address)
         self._poller.register(self._socket, zmq.POLLIN)
         self._socket.send(messages.encode(hello))

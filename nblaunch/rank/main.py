@@ -88,6 +88,7 @@ def resume(orders: dict[str, Any]) -> NoReturn:
     """Be a rank in a new Python; `orders` are the fields of `Orders`."""
     # What a fork finds loaded when torchelastic calls it: its error files.
     importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    script.leave_out_finalizers()
     # As a fork ends: what runs at exit has run.
     os._exit(_live(messages.Orders(**orders)))
 
@@ -96,7 +97,6 @@ def _live(orders: messages.Orders) -> int:
     keep_files_in(orders.spill)
     note_own_children()
     shell.prepare(orders.spill)
-    script.leave_out_finalizers()
     process_group.remember_agent_address(orders.attempt)
     try:
         return Rank(orders).live()

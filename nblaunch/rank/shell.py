@@ -346,7 +346,13 @@ def _ipython_directory(private: str | None) -> str:
 
 
 def _warm_up(made: RankShell) -> None:
-    """Format one traceback: the imports take 100 ms, for which a failed rank would keep its peers waiting."""
+    """Run one cell, show its value, and format one traceback: what IPython makes for that, ranks share.
+
+    A rank would take 15 ms for the first two. For the traceback's imports, 100 ms, a failed rank would keep
+    its peers waiting.
+    """
+    made.describe(made.run_cell("0", store_history=False).result)
+    made.last_execution_result = None
     try:
         raise LookupError  # noqa: TRY301 - raised to be caught
     except LookupError as error:

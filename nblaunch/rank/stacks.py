@@ -141,12 +141,14 @@ def cutting(fds: tuple[int, ...]) -> Callable[[], None]:
 
 
 def dump_on_signal(directory: str, rank: int) -> None:
-    """Have `DUMP_SIGNAL`, and fatal signals, write the stacks to files of this rank's.
+    """Have `DUMP_SIGNAL`, and fatal signals, write stacks to files of this rank's.
 
     torchelastic has faulthandler write to stderr, where our own frames would hide the user's output.
     """
     file = dump_path(directory, rank).open("w")
-    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+    # Only that of the thread that gets the signal: of one that runs meanwhile, faulthandler reads frames that
+    # are freed under its hands, which ends the process by SIGSEGV.
+    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=False)
     faulthandler.enable(file=fatal_path(directory, rank).open("w"), all_threads=True)
 
 

@@ -92,22 +92,28 @@ class _RankOutput:
             self._wait_for_line_end(stream)
         with self.lock:
             self.copy_pipes()
-            if thread == main:
-                self._others &= {each.ident for each in threading.enumerate()} if self._others else set()
-            else:
+            if thread != main:
                 self._others.add(thread)
-            held, since = self._held.pop((thread, stream), (b"", 0.0))
-            if held and time.monotonic() - since > _HELD_SECONDS:
-                self._put(stream, held)
-                held = b""
-            text = held + text
-            # A `\r` ends a state of a progress bar; text behind it comes with the next one, or with a flush.
-            end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-            if not self._others or len(text) - end > _LONGEST_HELD:
-                end = len(text)
-            if end < len(text):
-                self._held[thread, stream] = text[end:], time.monotonic()
-            self._put(stream, text[:end], thread == main)
+            elif self._others:
+                self._others &= {each.ident for each in threading.enumerate()}
+            if self._held or self._others:
+                text = self._whole_lines(stream, text, thread)
+            self._put(stream, text, thread == main)
+
+    def _whole_lines(self, stream: Stream, text: bytes, thread: int) -> bytes:
+        """Return what may be written of the text that a thread holds and has added; hold the rest."""
+        held, since = self._held.pop((thread, stream), (b"", 0.0))
+        if held and time.monotonic() - since > _HELD_SECONDS:
+            self._put(stream, held)
+            held = b""
+        text = held + text
+        # A `\r` ends a state of a progress bar; text behind it comes with the next one, or with a flush.
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if not self._others or len(text) - end > _LONGEST_HELD:
+            end = len(text)
+        if end < len(text):
+            self._held[thread, stream] = text[end:], time.monotonic()
+        return text[:end]
 
     def _wait_for_line_end(self, stream: Stream) -> None:
         """Give the main thread time to end a line that it began before any other thread had written."""
@@ -146,11 +152,12 @@ class _RankOutput:
 
     def write_all(self, fd: int, data: memoryview | bytes) -> None:
         """Write to a file what its disk takes, and count the rest."""
-        view = memoryview(data)
+        view: memoryview | bytes = data
         with self.lock:
             try:
                 while view:
-                    view = view[os.write(fd, view) :]
+                    written = os.write(fd, view)
+                    view = memoryview(view)[written:] if written < len(view) else b""
             except OSError as error:
                 if error.errno not in _FULL:
                     raise

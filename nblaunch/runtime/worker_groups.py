@@ -101,13 +101,7 @@ def _hold_nodes(local: LocalRuntime, request: OpenRanks, notify: Callable[[str],
     options, prepare = request.options, request.prepare
     environ, directory = decoded(prepare.environ), local.directory.make("nodes-")
     least, most = nodes_of(options, environ)
-    conf = FleetSettings(
-        least=least,
-        most=most,
-        options=options,
-        join_timeout=rendezvous.join_seconds(options),
-        environment=request.environment,
-    )
+    conf = FleetSettings(least=least, most=most, options=options, environment=request.environment)
     wanted = requested_nodes(options, environ, os.fsdecode(prepare.cwd))
     fleet = NodeFleet(
         local.hub,

@@ -8,7 +8,7 @@ Each time it passes the `RunState` of that moment, a frozen snapshot, so a view 
               ├─ summary: headline, failures, attempts, warnings, as lines
               │
               ├──> text            the same for the same run: terminals, nbval, `repr`
-              ├──> terminal_view   new lines as they come, above one status line
+              ├──> terminal_view   new lines as they come, above one status line; without it, `shell_logs`
               ├──> html            no script, no style sheet: for saved notebooks
               └──> panel_parts ──HTML──> panel.js, which patches; replaced by `html` when the run has ended
 
@@ -45,6 +45,7 @@ Modules, each after those that it imports:
     text           a run as text
     panel_parts    everything that the panel shows, as HTML in parts, and which of them changed; no widget
     terminal_view  a run in a terminal: lines as they come, the status line, streams that step aside
+    shell_logs     the output of a session's job in a shell: `python -m nblaunch logs`
     panel          the widget that sends them, also to pages that come later
     display        chooses a view, and guards it
 """

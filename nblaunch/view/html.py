@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from nblaunch._budget import clipped, cost_of_text, fair_limit, shortened
+from nblaunch._budget import clipped, cost_of_html, cost_of_text, fair_limit, shortened
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.insight import markup
@@ -56,7 +56,11 @@ _FRAME_COST = 500
 _VALUE_OPEN = 4_000
 _COLUMNS = ("rank", "device", "state", "GPU peak", "last output", "value", "failure")
 _ALWAYS = (0, 2)
-_LONG_NUMBER = re.compile(r"-?\d+\.\d{7,}(e[+-]?\d+)?")
+# A number on its own, and before it quoted text, which keeps its digits to its end.
+_LONG_NUMBERS = re.compile(
+    r"""(['"])(?:\\.?|(?!\1)[^\\])*(?:\1|$)|(?<![\w.:])(-?\d+\.\d{7,}(?:e[+-]?\d+)?)(?=j?(?!\w|\.\d))""",
+    re.DOTALL,
+)
 _DIGITS = 7
 _NARROW_COLUMNS = 3
 _NARROW_LABEL = 20
@@ -125,7 +129,7 @@ def render_html(
     )
     above = "".join(parts)
     written = folded(state) if outputs is None else outputs
-    budget = min(HTML_BUDGET - _saved(above) - _FRAME_COST * len(written), OUTPUT_BUDGET)
+    budget = min(HTML_BUDGET - cost_of_html(above) - _FRAME_COST * len(written), OUTPUT_BUDGET)
     return f'<div style="{ROOT_STYLE}">{above}{_outputs(written, budget)}</div>'
 
 
@@ -401,12 +405,19 @@ def _differs(ranks: Sequence[_Shown]) -> bool:
 
 
 def short_value(text: str) -> str:
-    """Return a value in one line; of a number the digits that a reader compares: `result` has all."""
+    """Return a value in one line, numbers with the digits that a reader compares: `result` has all."""
     first, newline, _ = text.strip().partition("\n")
-    first = plain(first)
-    if _LONG_NUMBER.fullmatch(first) and not newline:
-        return f"{float(first):.{_DIGITS}g}"
+    first = _fewer_digits(plain(first))
     return clipped(f"{first.rstrip()} …" if newline else first, _SHORT_CELL_COST)
+
+
+def _fewer_digits(text: str) -> str:
+    """Return text with seven significant digits of each number in it, also within a container.
+
+    >>> _fewer_digits("{'loss': -0.30000000000000004, 'of': '0.30000000000000004', 'z': (1.0000000298+2j)}")
+    "{'loss': -0.3, 'of': '0.30000000000000004', 'z': (1+2j)}"
+    """
+    return _LONG_NUMBERS.sub(lambda found: f"{float(found[2]):.{_DIGITS}g}" if found[2] else found[0], text)
 
 
 def _values(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> Iterator[str]:
@@ -435,7 +446,7 @@ def values_of(
     long = {
         (text, rich): ranks
         for (text, rich), ranks in groups.items()
-        if rich or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
+        if rich or "\n" in text or cost_of_text(_fewer_digits(text)) > _SHORT_CELL_COST
     }
     full = "".join(_long_values(long, embed))
     if len(long) > _MOST_OPEN:
@@ -576,12 +587,7 @@ def _cost_of_display(display: Display, budget: int) -> int | None:
     if raw > 4 * max(budget, 0) + _ELEMENT_COST:
         return raw
     content = embedded(display)
-    return None if content is None else _saved(content) + _ELEMENT_COST
-
-
-def _saved(content: str) -> int:
-    # In JSON a quote or a line end takes more than itself.
-    return len(content.encode("utf-8", "replace")) + content.count('"') + 13 * content.count("\n")
+    return None if content is None else cost_of_html(content) + _ELEMENT_COST
 
 
 def _blocks(output: Folded) -> Iterator[str]:

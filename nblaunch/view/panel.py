@@ -86,7 +86,7 @@ class Panel(anywidget.AnyWidget):
     """
 
     _esm = _packed("panel.js")
-    _css = f"{_packed('panel.css')}\n.nblaunch-panel .nblaunch-stderr {{ {STDERR} }}"
+    _css = f"{_packed('panel.css')}\n.nblaunch-panel em[title=stderr] {{ {STDERR} }}"
 
     comm: Any  # ipywidgets has no types
     name: traitlets.Unicode[str, str | bytes] = traitlets.Unicode().tag(sync=True)

@@ -215,8 +215,8 @@ def _drawn(row: OpenLine) -> str:
         line = Line(((PLAIN, f"{row.text} …"),), row.stream)
     elif len(line.runs) > _MOST_RUNS:
         line = Line(((PLAIN, line.text),), row.stream)
-    # The panel has a style sheet: what stands in each line of a progress bar is short.
-    return line_html(line).replace(f'style="{STDERR}"', 'class="nblaunch-stderr"')
+    # The panel has a style sheet: what each line of a progress bar takes of the room is nearly all text.
+    return line_html(line).replace(f' style="{STDERR}"', "")
 
 
 class Feed:

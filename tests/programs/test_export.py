@@ -388,6 +388,48 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
         ],
         "scaled(10), stepped(10), seen(3), counts(), doubled(2), (up(), now()), unchanged(10)",
     ),
+    "decorators with a state": (
+        [
+            "made = 0",
+            """
+            def numbered(function):
+                global made
+                made += 1
+                function.number = made
+                return function
+
+
+            class Counted:
+                def __init__(self, function):
+                    self.function = function
+                    self.calls = 0
+
+                def __call__(self, x):
+                    self.calls += 1
+                    return self.function(x), self.calls
+
+
+            class Registry:
+                def __init__(self):
+                    self.names = []
+
+                def __call__(self, cls):
+                    self.names.append(cls.__name__)
+                    cls.place = len(self.names)
+                    return cls
+
+
+            registry = Registry()
+            """,
+            "@numbered\ndef first(x):\n    return x\n\n\n@numbered\ndef second(x):\n    return x * 2",
+            "@Counted\ndef tripled(x):\n    return x * 3\n\n\n@registry\nclass Net:\n    pass",
+            "made += 5\ntripled(1), tripled(2)",
+        ],
+        """
+        numbers = first.number, second.number, made, first(1) + second(2)
+        numbers, tripled(10), tripled.calls, registry.names, Net.place
+        """,
+    ),
     "classes that have changed since": (
         [
             "import enum\nfrom dataclasses import dataclass, field\nfrom typing import NamedTuple\nSIZE = 4",
@@ -584,6 +626,7 @@ IN_CI = {
         "IPython's own",
     ),
     *("functions that have changed since", "classes that have changed since", "gradients and hooks"),
+    "decorators with a state",
     *("names that only running the cell shows", "things without source"),
 }
 """CI also runs the programs of `tests/ranks/differential` as exported scripts."""

@@ -471,6 +471,13 @@ def test_a_rank_that_goes_on_after_the_grace_period_is_replaced_and_that_is_said
     assert (after.values, after.warnings) == ([False, False], ())
 
 
+def test_a_cell_of_a_session_has_the_grace_period_that_it_asks_for(kernel):
+    kernel.ok("%distributed start -n 2 --grace 60")
+    kernel.fails(f"%%distributed --grace 0.5 --out res\nimport time{STUBBORN}")
+    assert kernel.value("res.warnings[0]") == "rank 0 went on after two interrupts, --grace 0.5 s apart"
+    kernel.ok("%distributed stop")
+
+
 def test_a_second_interrupt_ends_ranks_in_c_code_and_says_what_is_lost(own_session, release):
     session = own_session(grace=60)
     error = pressed(session, "held(path)", release, times=2)

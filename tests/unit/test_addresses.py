@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import pickle
 import re
 import tomllib
@@ -31,7 +32,6 @@ from nblaunch.protocol.messages import FailureRecord, HeldMemory, Phase
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "notebooks/docs/failures.md").read_text()
-SOURCES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "nblaunch").rglob("*.py"))}
 DEFAULTS = {"OptionError", "CaptureError", "RunTimeoutError", "RunPreemptedError"}
 """Errors whose class has a kind; `LaunchError` has one for each phase besides."""
 
@@ -45,6 +45,11 @@ working-directory wrong-arguments wrong-option
 """
 
 
+@functools.cache
+def sources() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / "nblaunch").rglob("*.py"))}
+
+
 def sections():
     """Return the sections of the page that have a name, by it."""
     parts = re.split(r"^\(([a-z-]+)\)=\n", PAGE, flags=re.MULTILINE)
@@ -55,7 +60,7 @@ def calls(*names):
     """Return the calls of these names in the package, each with the place that a failing test names."""
     return [
         (f"{path.relative_to(ROOT)}:{node.lineno}", node)
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
     ]
@@ -77,7 +82,7 @@ def test_the_base_of_the_addresses_is_written_in_one_place():
     assert urls["Documentation"] == DOCUMENTATION
     docstrings = {
         id(node.body[0].value)
-        for tree in SOURCES.values()
+        for tree in sources().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and node.body
@@ -85,7 +90,7 @@ def test_the_base_of_the_addresses_is_written_in_one_place():
     }
     having = [
         path.name
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and id(node) not in docstrings
         if isinstance(node.value, str) and DOCUMENTATION.rstrip("/") in node.value
@@ -109,7 +114,7 @@ def test_a_section_has_a_heading_the_message_as_it_is_shown_and_what_to_do(kind)
 def test_every_kind_is_one_that_the_code_gives_an_error():
     used = {
         node.attr
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         if path.name != "_help.py"
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)

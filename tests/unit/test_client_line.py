@@ -177,8 +177,7 @@ def test_events_that_come_before_an_answer_are_kept(runtime, line):
     runtime.handlers[wire.InterruptSession] = events_first
     assert line.ask(wire.InterruptSession(session=""), 10) == wire.Done()
     assert line.next(10) == (FrameKind.EVENT, 0, Noticed(text="first"))
-    line.decode_folded = bytes.upper
-    assert line.next(10) == (FrameKind.FOLDED, 7, b"RAW")
+    assert line.next(10) == (FrameKind.FOLDED, 7, b"raw")
     assert line.next(10) == (FrameKind.EVENT, 0, Noticed(text="last"))
     assert line.next(0) is None
 
@@ -441,7 +440,7 @@ def test_sockets_are_for_this_user_alone_and_their_files_go(runtime):
     assert modes == [0o600, 0o600]
     runtime.on_hub(lambda: runtime.connections.listen(runtime.path))
     connect(runtime.path).close()
-    runtime.on_hub(runtime.client().close)
+    runtime.on_hub(runtime.connections.close)
     assert not runtime.path.exists()
     assert not runtime.notes.exists()
     runtime.connections._hub.after_turn.append(runtime.connections._finish_turn)

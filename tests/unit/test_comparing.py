@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from test_diff_contents import compared, holding_of
 
 from nblaunch.insight.comparing import compare, element_path, size_of, spread_of
@@ -33,7 +34,7 @@ def typed(obj):
     return type(obj).__name__, obj
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.lists(OBJECTS, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=2, max_size=6))
 def test_ranks_are_equal_exactly_if_their_objects_are(kinds, chosen):
     objects = [kinds[each % len(kinds)] for each in chosen]
@@ -51,7 +52,7 @@ def test_ranks_are_equal_exactly_if_their_objects_are(kinds, chosen):
                     assert rank in group
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.integers(1, 300_000), st.data())
 def test_of_a_tensor_the_first_element_and_the_largest_difference_are_found(length, data):
     places = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4, unique=True))

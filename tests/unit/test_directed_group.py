@@ -210,7 +210,7 @@ def test_the_wait_for_nodes_has_no_limit_and_that_for_ranks_begins_with_the_last
 
 def test_the_wait_for_nodes_counts_towards_no_timeout(local, tmp_path):
     scene = Scene(local, tmp_path)
-    job = scene.submit(Ending.begin(0.3, None, time.monotonic()))
+    job = scene.submit(Ending.begin(LaunchOptions(timeout=0.3, grace=1.0), time.monotonic()))
     waiting = messages.EngineStatus(engine="slurm", state=messages.EngineState.WAITING, wanted=2)
     scene.run(lambda: scene.group.feed(waiting))
     assert not job.ended.wait(0.6)

@@ -7,8 +7,9 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 
 from nblaunch.group.lifecycle import ReleaseWorkers, Trigger
 from nblaunch.group.machine import Order
@@ -521,7 +522,7 @@ def any_event(draw: st.DrawFn, state: DirectorState) -> DirectorEvent:
 
 
 @given(st.data(), groups())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_whatever_comes_a_group_that_is_stopped_ends_once(data, group):
     for _ in range(data.draw(st.integers(0, 30))):
         group.now += data.draw(st.sampled_from((0.0, 0.05, 1.0, 10.0)))
@@ -586,7 +587,7 @@ class Obedient:
 
 
 @given(st.data(), groups())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
     nodes = Obedient(group)
     names = iter(f"{name}{number}" for number in range(9) for name in NAMES)

@@ -364,6 +364,7 @@ def test_what_would_go_wrong_is_named_with_what_to_do(monkeypatch, case):
 # --- network --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # it starts a runtime
 def test_a_resolver_that_hangs_does_not_hang_the_doctor(monkeypatch):
     asked, free = threading.Event(), threading.Event()
 

@@ -83,7 +83,7 @@ def test_both_folds_are_equal_from_the_first_fork_to_the_end(chance, persistent,
 
 def test_a_job_that_is_given_to_ranks_which_run_already_is_followed_from_there():
     group = Followed(persistent=True).start(1, given=False)
-    group.feed(wire.Noticed(text="known before"), life.JobSubmitted(PREPARE, 1.0))
+    group.feed(wire.Noticed(text="known before"), life.JobSubmitted(PREPARE))
     group.submit()
     assert group.there.attempt.number == 1
     assert [rank.pid for rank in group.there.ranks.values()] == [10, 11]

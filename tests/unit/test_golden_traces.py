@@ -10,6 +10,7 @@ from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import Action, JobState, Trigger
 from nblaunch.group.machine import LocateRanks, Order, Send
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Answer, Asked, Collective, Reached, Started, Where
 from nblaunch.protocol.state import RunState
 
@@ -26,8 +27,8 @@ class Traced(Group):  # type: ignore[misc]  # a class of another test
         super().__init__(persistent=persistent)
         self.lines: list[str] = []
         self.began = self.now
-        ending = Ending.begin(timeout, hang_after, self.now)
-        self.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2), ending=ending)))
+        ending = Ending.begin(LaunchOptions(timeout=timeout, grace=GRACE, hang_after=hang_after), self.now)
+        self.feed(life.JobSubmitted(PREPARE, JobState(RunState.fresh(2), ending=ending)))
         self.start(given=False).feed(*(Started(rank=rank, time=1.0) for rank in range(2)))
 
     def feed(self, *events: life.GroupEvent) -> list[Action]:

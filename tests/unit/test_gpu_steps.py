@@ -114,10 +114,10 @@ def test_an_abort_goes_to_all_ranks_once():
     state = state_of(3, 1)
     interruption, sent = Interruption().begin(state_of(3), 0.0)
     for tenths in range(3, 20):
-        interruption, sends = interruption.tick(state, state, tenths / 10)
+        interruption, sends = interruption.tick(state, state, tenths / 10, GRACE)
         sent += sends
         for each in (where(0, reduce(8)), where(1), where(2)):
-            interruption, sends = interruption.answered(each, state, tenths / 10)
+            interruption, sends = interruption.answered(each, state, tenths / 10, GRACE)
             sent += sends
     assert sorted(each.rank for each in sent if isinstance(each.message, FreeCollective)) == [0, 1, 2]
     assert interruption.cut

@@ -50,9 +50,9 @@ class Group:
     def after(self, seconds: float, *, grace: float = 100.0) -> None:
         self.now = self.began + seconds
         self.take(self.interruption.press(self.now, grace))
-        self.take(self.interruption.tick(self.state, self.state, self.now))
+        self.take(self.interruption.tick(self.state, self.state, self.now, grace))
         for answer in self.answers.values():
-            self.take(self.interruption.answered(answer, self.state, self.now))
+            self.take(self.interruption.answered(answer, self.state, self.now, grace))
 
     def freed(self) -> list[int]:
         return [rank for rank, message in self.sent if isinstance(message, FreeCollective)]

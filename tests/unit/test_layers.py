@@ -142,7 +142,7 @@ def layer_of(module: str) -> str:
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def imports_of(path: Path) -> Iterator[Import]:
@@ -336,7 +336,7 @@ def test_what_decides_on_the_life_of_a_group_has_no_clock_no_thread_and_no_io():
         "msgspec.structs",
         "typing",
     }
-    ours = ("nblaunch.protocol", "nblaunch.diagnose", *machines)
+    ours = ("nblaunch.options", "nblaunch.protocol", "nblaunch.diagnose", *machines)
     others = [str(each) for each in imports() if each.importer in machines and each.imported not in pure]
     assert [each for each in others if not each.split(" imports ")[1].startswith(ours)] == []
 

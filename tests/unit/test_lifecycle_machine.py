@@ -16,6 +16,7 @@ from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Stage, Trigger, step
 from nblaunch.group.machine import LocateRanks, Order, RestartAsked, Send
 from nblaunch.group.recovery import REFORMED
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, State, advance
 
@@ -60,6 +61,11 @@ def attempt(number: int, size: int = 2) -> wire.AttemptStarted:
     return wire.AttemptStarted(
         number=number, world_size=size, time=1.0, reason="failure" if number else "started"
     )
+
+
+def new_job(size: int = 2, *ranks: int, internal: bool = False, grace: float = GRACE) -> JobState:
+    run = RunState.fresh(size, ranks) if ranks else RunState.fresh(size)
+    return JobState(run, internal, ending=Ending(grace=grace))
 
 
 class Group:
@@ -119,7 +125,7 @@ class Group:
     # --- shorthands ------------------------------------------------------------------------------
 
     def submit(self, prepare: wire.Prepare = PREPARE, *, internal: bool = False) -> list[Action]:
-        return self.feed(life.JobSubmitted(prepare, GRACE, JobState(RunState.fresh(self.size), internal)))
+        return self.feed(life.JobSubmitted(prepare, new_job(self.size, internal=internal)))
 
     def fork(self, number: int = 0) -> list[Action]:
         ranks = frozenset(range(self.size))
@@ -170,7 +176,7 @@ def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_int
     said: list[GroupEvent | wire.FromRank] = [
         *(each for rank in range(2) for each in (hello(rank), ready(rank))),
         life.WorkersForked(attempt(0), frozenset({0, 1})),
-        life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2))),
+        life.JobSubmitted(PREPARE, new_job()),
     ]
     random.Random(seed).shuffle(said)
     actions = group.feed(*said)
@@ -269,7 +275,7 @@ def test_names_of_hosts_travel_once_however_many_nodes_arrive():
 def test_a_job_for_a_rank_that_no_attempt_has_any_more_ends():
     group = Group(persistent=True).start()
     group.feed(life.AttemptStarting(attempt(0, 2)))
-    group.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2, (1,)))))
+    group.feed(life.JobSubmitted(PREPARE, new_job(2, 1)))
     assert group.state.working is not None
     assert finished(group.feed(life.AttemptStarting(attempt(1, 1))))
 
@@ -659,8 +665,8 @@ def test_a_node_that_leaves_is_missed_only_if_the_others_are_too_few(enough):
 
 def test_a_node_that_ends_with_a_run_that_has_timed_out_is_not_missed():
     group = Group()
-    limits = Ending.begin(1.0, None, group.now)
-    group.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2), ending=limits)))
+    limits = Ending.begin(LaunchOptions(timeout=1.0, grace=GRACE), group.now)
+    group.feed(life.JobSubmitted(PREPARE, JobState(RunState.fresh(2), ending=limits)))
     group.start(given=False)
     assert sent(group.after(1.1), wire.ReportWhere) == [0, 1]
     assert Order.STOP_AGENT in group.feed(where(0), where(1))
@@ -780,7 +786,7 @@ def test_ranks_that_do_not_come_back_are_replaced():
 
 def test_a_job_that_none_of_the_lost_ranks_has_is_done_first():
     group = idle()
-    group.feed(life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))))
+    group.feed(life.JobSubmitted(PREPARE, new_job(2, 0)))
     assert loses(group, 1) == []
     assert group.after(5) == []
     assert group.feed(returned(0)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
@@ -914,9 +920,7 @@ def test_what_has_failed_first_is_no_reason_to_end_those_that_save(persistent):
 
 def test_a_job_waits_until_ranks_without_a_part_in_it_have_saved():
     group = Group(persistent=True).start(given=False)
-    group.feed(
-        life.JobSubmitted(PREPARE, GRACE, JobState(RunState.fresh(2, (0,)))), wire.Started(rank=0, time=1.0)
-    )
+    group.feed(life.JobSubmitted(PREPARE, new_job(2, 0)), wire.Started(rank=0, time=1.0))
     group.feed(NEAR, wire.Preempted(rank=0), raised(0, INTERRUPTED))
     assert group.stage() is Stage.INTERRUPTED
     group.feed(wire.Preempted(rank=1))
@@ -1017,8 +1021,7 @@ EVENTS = st.one_of(
     st.builds(
         life.JobSubmitted,
         st.just(PREPARE),
-        st.sampled_from([1.0, GRACE]),
-        st.sampled_from([None, JobState(RunState.fresh(2)), JobState(RunState.fresh(2), internal=True)]),
+        st.sampled_from([None, new_job(), new_job(grace=1.0), new_job(internal=True)]),
     ),
     st.builds(
         life.NodeLeaving,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from nblaunch.client.shell_logs import _Output
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import Cleared, Displayed, Noticed, Offsets, Printed, Stream, Unwritten
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.protocol.transcript import HEAD_CHARACTERS, TAIL_CHARACTERS
+from nblaunch.view.shell_logs import _Output
 
 
 def out(text, rank=0, stream=Stream.STDOUT):
@@ -24,10 +24,13 @@ def out(text, rank=0, stream=Stream.STDOUT):
         ([out("o"), out("x\n", 1), out("n\na"), out("b")], "[rank 1] x\n[rank 0] on\n[rank 0] ab\n", ""),
         ([out("o\n"), out("e\n", stream=Stream.STDERR)], "[rank 0] o\n", "[rank 0] e\n"),
         ([out("\r 1%"), out("\r 5%\r"), out("\r99%\r\n"), out("b\n")], "[rank 0] 99%\n[rank 0] b\n", ""),
+        ([out("outer 1\ninner 1\r\x1b[A"), out("outer 2\ninner 2\r\x1b[A\n\n")],
+         "[rank 0] outer 2\n[rank 0] inner 2\n", ""),
+        ([out("\x1b[31mred\x1b[0m\n")], "[rank 0] red\n", ""),
         ([out("\n")], "[rank 0]\n", ""),
         ([Noticed(text="hangs"), Cleared(rank=0)], "", "hangs\n"),
         ([Displayed(rank=1, data={"text/plain": "<Figure>", "image/png": "x"})], "[rank 1] <Figure>\n", ""),
-        ([Displayed(rank=1, data={"image/png": "x", "a/b": "y"})], "[rank 1] <image/png, a/b>\n", ""),
+        ([Displayed(rank=1, data={"image/png": "x", "a/b": "y"})], "[rank 1] <a/b, image/png>\n", ""),
         ([Displayed(rank=1, data={"text/plain": ["a\n", "b"]})], "[rank 1] a\n[rank 1] b\n", ""),
     ],
 )  # fmt: skip

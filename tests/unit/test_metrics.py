@@ -8,8 +8,9 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from logged_points import batch, folded
 
 from nblaunch import NblaunchError
@@ -133,7 +134,7 @@ def test_a_longer_log_shares_what_the_shorter_one_has():
     assert log.batches == longer.batches - 1
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-(2**63), 2**63 - 1), st.floats()), max_size=200))
 def test_a_state_and_its_messages_travel_with_every_point(points):
     batches = [batch(rank, ("loss", step, value)) for rank, step, value in points]

@@ -6,8 +6,9 @@ import typing
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from test_protocol import values_of
 
 from nblaunch.host import wire
@@ -30,7 +31,7 @@ def test_every_message_is_in_a_union():
 
 @pytest.mark.parametrize("kind", FROM_NODE, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_what_a_node_sends_arrives_as_it_was_sent(kind, data):
     message = data.draw(values_of(kind))
     assert decode_from_node(encode(message)) == message
@@ -38,7 +39,7 @@ def test_what_a_node_sends_arrives_as_it_was_sent(kind, data):
 
 @pytest.mark.parametrize("kind", TO_NODE, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_what_a_node_is_sent_arrives_as_it_was_sent(kind, data):
     message = data.draw(values_of(kind))
     assert decode_to_node(encode(message)) == message

@@ -23,7 +23,7 @@ from nblaunch._errors import OptionError
 from nblaunch.magic.sessions import check_cell_options
 from nblaunch.options.command_line import option_completions, options_help, options_on_a_screen, parse_line
 from nblaunch.options.kinds import LONGEST_SECONDS, EnvironmentVariables
-from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions
+from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions, within
 from nblaunch.options.table import TITLES, Option, Scope, nearest
 
 # name: (text on a line or in a variable, the value it means, another text, its value)
@@ -161,7 +161,12 @@ WITH_VARIABLE = [option for option in OPTIONS if option.variable]
 OF_MAGIC = [option for option in OPTIONS if option.scope != "script"]
 OF_RUN = [option for option in OPTIONS if option.scope not in {"notebook", "session"}]
 OF_SESSION = [option for option in OPTIONS if option.scope == "session"]
-OF_THE_GROUP = [option for option in OF_MAGIC if option.scope != "session" and not option.per_cell]
+OF_A_CELL = {
+    *("out", "session", "fresh", "background", "export", "ranks", "timeout", "grace", "hang_after"),
+    *("profile", "profile_steps", "watch", "metrics_file", "redirects", "tee", "local_ranks_filter"),
+}
+"""By name: an option that is fixed with the processes must not get into the table as one of these."""
+OF_THE_GROUP = [option for option in OF_MAGIC if option.scope != "session" and option.name not in OF_A_CELL]
 ALL_WRONG = [(name, value) for name, values in WRONG.items() for value in values]
 
 
@@ -494,12 +499,23 @@ def test_a_duration_may_have_a_unit(text: object, seconds: float, line: str) -> 
     assert (options.linger, options.to_line()) == (seconds, f"--linger={line}")
 
 
+SESSION: Any = SimpleNamespace(name="default", world_size=2, options=LaunchOptions(nproc_per_node=2))
+
+
 @pytest.mark.parametrize("option", OF_THE_GROUP, ids=_id)
 def test_what_is_decided_with_a_session_cannot_be_changed_by_a_cell(option: Any) -> None:
-    session: Any = SimpleNamespace(name="default", world_size=2, options=LaunchOptions(nproc_per_node=2))
     asked = parse_line(f"{option.flags[0]}={SAMPLES[option.name][0]}").options
     with pytest.raises(OptionError, match=rf"^{option.flags[0]} .* session 'default' .* --fresh"):
-        check_cell_options(session, asked)
+        check_cell_options(SESSION, asked)
+
+
+@pytest.mark.parametrize("name", sorted(OF_A_CELL))
+def test_what_belongs_to_a_job_each_cell_of_a_session_decides(name: str) -> None:
+    option = next(each for each in OPTIONS if each.name == name)
+    text, value, *_ = SAMPLES[name]
+    asked = parse_line(f"{option.flags[0]}={text}").options
+    check_cell_options(SESSION, asked)
+    assert _value(within(SESSION.options, asked), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), ALL_WRONG, ids=_id)

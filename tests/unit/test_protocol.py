@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from lanes import examples
 
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.host.hub import Hub
@@ -106,7 +107,7 @@ def test_every_message_is_in_a_union():
 
 @pytest.mark.parametrize("kind", FROM_RANK, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_what_a_rank_says_arrives_as_it_was_said(kind, data):
     message = data.draw(values_of(kind))
     assert wire.decode_from_rank(wire.encode(message), "rank 0") == message
@@ -114,14 +115,14 @@ def test_what_a_rank_says_arrives_as_it_was_said(kind, data):
 
 @pytest.mark.parametrize("kind", TO_RANK, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_what_a_rank_is_told_arrives_as_it_was_told(kind, data):
     message = data.draw(values_of(kind))
     assert wire.decode_to_rank(wire.encode(message), "the hub") == message
 
 
 @given(ANY_FROM_RANK)
-@settings(max_examples=50)
+@examples(50)
 def test_messages_are_values_that_nobody_can_change(message):
     with pytest.raises(AttributeError):
         message.rank = 7

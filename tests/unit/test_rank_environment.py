@@ -1,5 +1,6 @@
 """What a rank's environment means to torch."""
 
+import psutil
 import pytest
 import torch
 
@@ -32,3 +33,19 @@ def test_wrong_values_are_warned_of_in_all_words_of_torch(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     assert bool(environment.unheard_timeouts()) == warns
+
+
+@pytest.mark.parametrize(("value", "times"), [(str(torch.get_num_threads()), 0), (None, 1)])
+def test_cores_are_counted_once_for_a_rank_that_has_all_of_them_and_else_never(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, times: int
+) -> None:
+    counted = []
+
+    def count(*, logical: bool) -> int:
+        counted.append(logical)
+        return torch.get_num_threads()
+
+    monkeypatch.setattr(psutil, "cpu_count", count)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    environment._set_threads(value)
+    assert len(counted) == times

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +17,7 @@ from servers import NoServer
 
 from nblaunch.host import rank_host
 from nblaunch.host.local_host import LocalHost
+from nblaunch.host.process_stacks import signal_main_thread, stacks_of_silent
 from nblaunch.host.rank_host import RankHost
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.options.launch import LaunchOptions
@@ -211,3 +214,43 @@ def test_an_exit_is_told_with_its_reason_after_all_that_the_rank_has_sent(scene)
     assert (gone.rank, gone.exitcode) == (1, -9)
     assert "SIGKILL" in gone.reason
     assert list(scene.host.ranks) == [0]
+
+
+BUSY = """
+import sys, threading, time
+from nblaunch.rank.stacks import dump_on_signal
+
+def deep(calls):
+    return calls and deep(calls - 1)
+
+def work():
+    while True:
+        deep(200)
+
+def asleep():
+    print("ready", flush=True)
+    time.sleep(1000)
+
+dump_on_signal(sys.argv[1], 0)
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+asleep()
+"""
+
+
+def test_a_rank_survives_that_its_stack_is_read_while_its_threads_run(tmp_path):
+    """faulthandler takes no lock: frames of a thread that runs are freed while it reads them."""
+    program = tmp_path / "busy.py"
+    program.write_text(BUSY)
+    with subprocess.Popen([sys.executable, program, tmp_path], stdout=subprocess.PIPE) as rank:
+        try:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == b"ready\n"
+            for _ in range(500):
+                signal_main_thread(rank.pid, messages.DUMP_SIGNAL)
+                time.sleep(0.0005)
+            shown = stacks_of_silent({0: rank.pid}, str(tmp_path), {})[0]
+            assert [line.rpartition(", in ")[2] for line in shown.splitlines()] == ["<module>", "asleep"]
+            assert rank.poll() is None
+        finally:
+            rank.kill()

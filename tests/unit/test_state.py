@@ -10,10 +10,12 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lanes import examples
 
 from nblaunch.diagnose.failures import blame, blames_a_peer, explain
 from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import GroupState, JobState, _Step
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.reports import HangReport, LocatedAll
 from nblaunch.protocol.state import Message, RunState, State, advance
@@ -469,7 +471,7 @@ def test_a_transcript_is_bounded_and_holds_the_head_and_the_tail_of_what_was_pri
 
 
 @given(PIECES, st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_what_is_kept_does_not_depend_on_the_pieces_in_which_it_came(sizes, data):
     pieces = list(text_of(sizes))
     cut = []
@@ -732,7 +734,7 @@ def test_what_a_full_disk_did_not_take_is_one_warning_that_names_the_ranks():
 @given(HISTORIES, MESSAGES)
 def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
     before = folded(messages)[-1]
-    job = JobState(before, ending=Ending.begin(timeout=None, hang_after=1.0, began=0.0))
+    job = JobState(before, ending=Ending.begin(LaunchOptions(hang_after=1.0), 0.0))
     machine = _Step(GroupState(persistent=False, members=before, job=job), now=5.0)
     machine.fold_run(message)
     silent = machine.state.job.ending.hang.silent_since == 0.0

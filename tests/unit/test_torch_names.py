@@ -13,10 +13,13 @@ import inspect
 import json
 import re
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from multiprocessing import context, forkserver, popen_forkserver, process, resource_tracker, util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -33,10 +36,11 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import _utils as dtensor_utils
 
 from nblaunch._errors import OptionError
+from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.host import agent as our_agent
 from nblaunch.host import forkserver as our_forkserver
 from nblaunch.host import rendezvous as our_rendezvous
@@ -139,6 +143,38 @@ def test_torchs_static_rendezvous_still_has(name, static_rendezvous):
 
 def test_a_node_can_still_leave_a_rendezvous():
     assert hasattr(dynamic_rendezvous, "_RendezvousExitOp"), broken(dynamic_rendezvous, "_RendezvousExitOp")
+
+
+def test_torch_names_an_event_of_a_rendezvous_by_the_function_that_takes_the_place_of_its_own(
+    rendezvous, monkeypatch
+):
+    recorded = []
+    monkeypatch.setattr(
+        dynamic_rendezvous, "construct_and_record_rdzv_event", lambda **event: recorded.append(event["name"])
+    )
+    rendezvous._record(message="joined")
+    assert recorded == [f"DynamicRendezvousHandler.{sys._getframe().f_code.co_name}"]
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda: "any")
+    rendezvous._record(message="joined")
+    assert recorded[1] == "DynamicRendezvousHandler.any", broken(dynamic_rendezvous, "get_method_name")
+
+
+def test_torch_makes_the_error_files_of_ranks_in_the_private_directory(monkeypatch, tmp_path):
+    """A runtime that is killed just then would leave them in the temporary directory."""
+    spawn = importlib.import_module("torch.multiprocessing.spawn")
+    started = []
+
+    def process(**given):
+        started.append(given)
+        return SimpleNamespace(start=list, sentinel=0)
+
+    monkeypatch.setattr(spawn, "tempfile", tempfile)
+    monkeypatch.setattr(spawn.multiprocessing, "get_context", lambda _: SimpleNamespace(Process=process))
+    agent: Any = SimpleNamespace(_server=SimpleNamespace(directory=RuntimeDirectory(tmp_path)))
+    our_agent.RankAgent._keep_error_files(agent)
+    spawn.start_processes(print, nprocs=1, join=False, start_method="any")
+    *_, file = started[0]["args"]
+    assert Path(file).parent == tmp_path, broken(spawn, "tempfile")
 
 
 def test_the_names_still_mean_the_same(agent, process_context, rendezvous):
@@ -294,7 +330,6 @@ def test_torch_can_still_be_asked_what_a_collective_reduces_with():
         (torch._C._distributed_c10d.Backend, "get_reconfigure_handle"),
         (torch._C._distributed_c10d.Backend, "reconfigure"),
         (torch._C._distributed_c10d.Backend, "set_timeout"),
-        (_fsdp_state.FSDPState, "_reset_iter_state"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -331,6 +366,12 @@ def test_fsdp2_still_keeps_how_tensor_parallelism_had_placed_a_parameter():
     assert "self.is_dtensor =" in source, broken(_fsdp_param_group.FSDPParam, "is_dtensor")
     names = "self._unsharded_dtensor_spec =", "self._tp_spec ="
     assert any(each in source for each in names), broken(_fsdp_param_group.FSDPParam, names[0])
+
+
+@pytest.mark.skipif(not in_place.torch_can(), reason="torch forms groups again in place from 2.14 on")
+def test_fsdp_can_still_begin_anew_after_that():
+    state = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state").FSDPState
+    assert hasattr(state, "_reset_iter_state"), broken(state, "_reset_iter_state")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the library has another name")
@@ -406,7 +447,8 @@ def test_only_the_agents_layer_imports_torchelastic():
     users = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "elastic" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Import | ast.ImportFrom)
         and any("torch.distributed.elastic" in name for name in imported(node))
     }

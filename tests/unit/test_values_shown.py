@@ -7,9 +7,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.formatters import PlainTextFormatter
+from lanes import examples
 
 from nblaunch.rank.values import LARGE, summarised
 
@@ -158,7 +159,7 @@ ANY_NUMBERS = st.one_of(st.floats(-1e300, 1e300), st.sampled_from([NAN, INFINITE
     kind=st.sampled_from("efdbhilBH?"),
     axes=st.permutations(range(3)),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_statistics_are_those_of_the_finite_elements_whatever_they_are(of, seeds, kind, axes):
     with np.errstate(all="ignore"):
         numbers = np.tile(seeds, 2 * LARGE).astype(kind).reshape(6, 20, 100).transpose(axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lanes import sampled
-from shown_runs import out, returned, run_of
+from shown_runs import out, parts_of, returned, run_of
 
 from nblaunch._help import FailureKind
 from nblaunch._pytest import _TOOK
@@ -203,6 +204,40 @@ def test_every_rank_has_a_row_with_its_device_state_last_line_and_value():
     assert page.tags.count("tr") == 3
     assert "0 cuda:0 ✓ SUCCEEDED last of 0 3.0" in words(page)
     assert "1 ► RUNNING last of 1" in words(page)
+
+
+@pytest.mark.parametrize(
+    ("value", "drawn"),
+    [
+        ("0.30000000000000004", "0.3"),
+        ("{'loss': 2.302585092994046, 'steps': 3}", "{'loss': 2.302585, 'steps': 3}"),
+        ("[-1.2345678901234e-12, (0.12345678901,)]", "[-1.234568e-12, (0.1234568,)]"),
+        (
+            "P(x=np.float64(0.12345678901), z=(1.5+2.12345678901j))",
+            "P(x=np.float64(0.1234568), z=(1.5+2.123457j))",
+        ),
+        # Text has all of its digits, and so has everything that only looks like a number.
+        *[
+            (text, text)
+            for text in ("['0.12345678901', \"it's 0.12345678901\"]", "10.0.12345678901.3, 1:02.12345678901")
+        ],
+    ],
+)
+def test_a_number_has_seven_digits_in_the_table_within_containers_too(value, drawn):
+    state = run_of(1, returned(0, value))
+    assert (
+        words(Page(render_html(state, HEADER)))
+        == f"✓ SUCCEEDED · cell · 1 rank · gloo rank state value 0 ✓ SUCCEEDED {drawn}"
+    )
+    assert f"→ {drawn}" in html.unescape(parts_of(state)["r0"])
+    assert render_text(state, HEADER) == f"rank 0: {value}"
+
+
+def test_a_value_that_is_long_only_by_its_digits_stands_in_the_table_alone():
+    numbers = [each / 7 for each in range(1, 7)]
+    page = page_of(1, returned(0, repr(numbers)))
+    assert "0.1428571, 0.2857143" in words(page)
+    assert "Value of rank 0" not in words(page)
 
 
 def test_the_peak_of_gpu_memory_has_a_column_where_there_is_one():
@@ -440,7 +475,7 @@ def saved_size(state):
     return len(nbformat.writes(notebook).encode())
 
 
-@pytest.mark.parametrize("ranks", sampled([256, 64, 2]))
+@pytest.mark.parametrize("ranks", sampled([64, 256, 2]))
 @pytest.mark.parametrize(
     "line",
     sampled(

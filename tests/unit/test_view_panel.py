@@ -190,7 +190,7 @@ def test_lines_have_their_colours_and_those_of_stderr_a_mark():
     plain, red, error = pieces_of(news)
     assert plain == "plain"
     assert re.fullmatch('<span style="color:#.*"><b>red</b></span>', red)
-    assert error == '<em title="stderr" class="nblaunch-stderr">&lt;error&gt;</em>'
+    assert error == '<em title="stderr">&lt;error&gt;</em>'
 
 
 def test_what_many_ranks_print_is_sent_once():
@@ -508,7 +508,7 @@ def test_a_drawing_counts_its_deltas_and_is_silent_when_nothing_changed():
 
 
 def test_256_ranks_that_print_and_are_measured_take_32_kb_a_second_in_ten_updates():
-    shown, sizes, updates, seconds = Shown(run_of(256)), [0], 0, 20
+    shown, sizes, updates, seconds = Shown(run_of(256)), [0], 0, 11
     for tick in range(10 * seconds):
         messages = [
             out(f"step {tick}: rank {rank} has loss {1 / (rank + tick + 1):.4f}\n" * 9, rank)

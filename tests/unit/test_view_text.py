@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from shown_runs import err, out, returned, run_of
 
 from nblaunch._budget import cost_of_text, fair_limit, shortened
@@ -240,7 +241,7 @@ def test_200_000_lines_are_shown_by_their_beginning_and_end_and_counted_right():
     assert count + sum(line.startswith("[rank 0] line ") for line in shown) == 200_000
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=200),
     pieces=st.lists(st.integers(1, 20_000), min_size=1, max_size=20),
@@ -447,7 +448,7 @@ def test_a_terminal_is_told_of_a_restart_and_of_what_came_too_fast():
     ]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.sampled_from(["a\n", "bc", "\n", "\x1b[31mred\x1b[0m\n", "d\re\n"]), max_size=30))
 def test_a_terminal_shows_in_the_end_what_the_text_form_shows(pieces):
     live, state = LiveLines(), run_of(1)

@@ -20,8 +20,11 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import client as wire
 from nblaunch.protocol import messages
 from nblaunch.protocol.reports import plural
-from nblaunch.protocol.state import NOTICE_CHARACTERS, RunState, decode_state
-from nblaunch.protocol.transcript import Entry, Text, Transcript
+from nblaunch.protocol.state import NOTICE_CHARACTERS, RunState, decode_folded, decode_state
+from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
+from nblaunch.view.output import display_text
+from nblaunch.view.terminal_view import Held
+from nblaunch.view.text import prefixed
 
 _ANSWER_SECONDS = 2.0
 _INTERRUPTED = 130
@@ -83,8 +86,10 @@ def _print_job(line: ClientLine, job: int, *, follow: bool) -> None:
                     output.catch_up(decode_state(state), files)
                 case wire.JobEnded():
                     goes_on = False
-                case message:
-                    output.take(message)
+                case bytes() as folded:
+                    output.take(decode_folded(folded))
+                case event:
+                    output.take(event)
     finally:
         output.end()
 
@@ -120,7 +125,7 @@ class _Output:
         self._shown: dict[tuple[int, int], _PrintedSoFar] = {}
         """By attempt and rank."""
         self._notices: set[str] = set()
-        self._begun: dict[tuple[int, messages.Stream], str] = {}
+        self._held: dict[tuple[int, messages.Stream], Held] = {}
         self._unwritten: dict[int, int] = {}
 
     def take(self, message: object) -> None:
@@ -134,7 +139,7 @@ class _Output:
             case messages.Displayed(rank=rank, data=data, update=False):
                 self._of(rank).begin_output()
                 self._of(rank).displays += 1
-                self._show(rank, data)
+                self._show(rank, Display(data))
             case messages.Cleared(rank=rank, wait=wait):
                 self._of(rank).clear(wait=wait)
             case messages.Noticed(text=text):
@@ -191,7 +196,7 @@ class _Output:
                 for text in pieces(path, start, end):
                     self._write(rank, stream, text)
             except FileNotFoundError:
-                self._print(messages.Stream.STDERR, f"[rank {rank}] {stream} left out: its log is gone")
+                self._print(rank, messages.Stream.STDERR, f"{stream} left out: its log is gone")
 
     def _take_displays(self, rank: int, transcript: Transcript) -> None:
         there, shown = transcript.displays, self._of(rank)
@@ -199,49 +204,47 @@ class _Output:
         new = total - shown.displays if transcript.clears == shown.clears else total
         self._left_out(rank, 0, new - len(there), f"the last {len(there)} are kept")
         for display in there[max(len(there) - new, 0) :]:
-            self._show(rank, display.data)
+            self._show(rank, display)
 
     def _take_entries(self, rank: int, entries: Iterable[Entry]) -> None:
         for entry in entries:
             if isinstance(entry, Text):
                 self._write(rank, entry.stream, entry.text)
             else:
-                self._show(rank, entry.data)
+                self._show(rank, entry)
 
     def _left_out(self, rank: int, lines: int, displays: int, why: str) -> None:
         what = [plural(count, word) for count, word in ((lines, "line"), (displays, "display")) if count > 0]
         if what:
-            self._print(messages.Stream.STDERR, f"[rank {rank}] {' and '.join(what)} left out: {why}")
+            self._print(rank, messages.Stream.STDERR, f"{' and '.join(what)} left out: {why}")
 
     def end(self) -> None:
         """Print lines that have no end, and what no file has."""
-        for rank, stream in list(self._begun):
-            self._write(rank, stream, "\n")
-        why = "its log is on a full disk"
+        for (rank, stream), held in self._held.items():
+            if held.text.strip():
+                self._print(rank, stream, held.text)
         for rank, size in sorted(self._unwritten.items()):
             if size:
-                self._print(messages.Stream.STDERR, f"[rank {rank}] {size:,} bytes left out: {why}")
+                why = "its log is on a full disk"
+                self._print(rank, messages.Stream.STDERR, f"{size:,} bytes left out: {why}")
 
     def _write(self, rank: int, stream: messages.Stream, text: str) -> None:
-        *lines, rest = (self._begun.pop((rank, stream), "") + text).split("\n")
-        for line in lines:
-            last = line.rstrip("\r").rpartition("\r")[2]
-            self._print(stream, f"[rank {rank}] {last}".rstrip())
-        if rest:
-            # Of a progress bar, which writes over its line, only the last state is kept.
-            self._begun[rank, stream] = rest[rest.rstrip("\r").rfind("\r") + 1 :]
+        finished = self._held.setdefault((rank, stream), Held()).take(text)
+        if finished is not None:
+            self._print(rank, stream, finished)
 
-    def _show(self, rank: int, data: Mapping[str, object]) -> None:
-        plain = data.get("text/plain")
-        text = "".join(plain) if isinstance(plain, list) else plain
-        for line in str(text or f"<{', '.join(data)}>").splitlines():
-            self._print(messages.Stream.STDOUT, f"[rank {rank}] {line}".rstrip())
+    def _show(self, rank: int, display: Display) -> None:
+        self._print(rank, messages.Stream.STDOUT, display_text(display))
 
     def _notice(self, text: str) -> None:
         self._notices.add(text)
-        self._print(messages.Stream.STDERR, text)
+        _write_line(messages.Stream.STDERR, text)
 
-    def _print(self, stream: messages.Stream, line: str) -> None:
-        ours = {messages.Stream.STDOUT: sys.stdout, messages.Stream.STDERR: sys.stderr}[stream]
-        ours.write(f"{line}\n")
-        ours.flush()
+    def _print(self, rank: int, stream: messages.Stream, lines: str) -> None:
+        _write_line(stream, prefixed((rank,), lines))
+
+
+def _write_line(stream: messages.Stream, text: str) -> None:
+    ours = {messages.Stream.STDOUT: sys.stdout, messages.Stream.STDERR: sys.stderr}[stream]
+    ours.write(f"{text}\n")
+    ours.flush()
