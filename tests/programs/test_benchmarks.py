@@ -16,6 +16,7 @@ INSIGHT = Path(__file__).parents[1] / "benchmarks" / "bench_insight.py"
 PEERS = Path(__file__).parents[1] / "benchmarks" / "bench_peers.py"
 SESSION = Path(__file__).parents[1] / "benchmarks" / "bench_session.py"
 HOSTS = Path(__file__).parents[1] / "benchmarks" / "bench_hosts.py"
+TIMELINE = Path(__file__).parents[1] / "benchmarks" / "cell_timeline.py"
 
 
 def ratios(*arguments: str) -> dict[str, float]:
@@ -40,6 +41,21 @@ def test_fresh_ranks_cost_little_more_than_a_fork_and_far_less_than_spawn():
     found = ratios("--repeats", "7")
     assert found["nblaunch / fork"] <= 2.5
     assert found["spawn / nblaunch"] >= 8
+
+
+@pytest.mark.slow
+def test_a_cell_is_drawn_with_a_row_for_each_of_its_processes():
+    done = subprocess.run(
+        [sys.executable, str(TIMELINE), "--repeats", "3"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r">rank \d+, thread", done.stdout)) >= 2
+    for step in ("_run_cell", "_submit", "Hub._receive", "Rank._do", "html_and_text"):
+        assert step in done.stdout
 
 
 def panel_costs(*arguments: str) -> dict[str, tuple[float, float, float]]:
