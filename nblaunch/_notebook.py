@@ -42,7 +42,9 @@ def transform_cell(running: Any, source: str, transform: Callable[[str], str]) -
     lines = (source if source.endswith("\n") else f"{source}\n").splitlines(keepends=True)
     for each in (*manager.cleanup_transforms, *manager.line_transforms):
         lines = each(lines)
-    return "".join(lines) if len(lines) > 1 else transform(source)
+    # What is behind a prompt was not at the start of a line.
+    text = "".join(lines)
+    return text if len(lines) > 1 and not _SIGNS.search(text) else transform(source)
 
 
 def takes_updates() -> bool:

@@ -7,7 +7,7 @@
     NAME/sharded/        shards, by torch.distributed.checkpoint, which reads them for any number of ranks
 
 It is written as `NAME.partial-TOKEN` and renamed once it is whole and on the disk. While a save takes the
-place of an older one, that is `NAME.before`: a save that is killed leaves one of the two.
+place of an older one, that is `NAME.before-TOKEN`: a save that is killed leaves one of the two.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def listed(names: Collection[str]) -> str:
 
 def exists(path: str) -> bool:
     """Return whether there is something under this name, which a save may be in the middle of replacing."""
-    return Path(path).exists() or Path(path + BEFORE).exists()
+    return _real(path).exists() or bool(_before(path))
 
 
 def open_saved(path: str) -> SavedSession:
@@ -119,19 +119,45 @@ def open_saved(path: str) -> SavedSession:
 
     Loading unpickles, which runs code: whoever can write to the directory can run code as this user.
     """
-    directory = Path(path)
-    before = Path(path + BEFORE)
-    if not directory.exists() and before.exists():
-        directory = before
+    directory = _real(path)
+    if not directory.exists():
+        directory = next(iter(_before(path)), directory)
     found = _manifest(directory)
-    for each in (directory.resolve(), *_files(directory)):
+    for each in (directory, *_files(directory)):
         _refuse_others(each)
-    above = directory.resolve().parent
+    refuse_open_parent(path)
+    return found
+
+
+def refuse_open_parent(path: str) -> None:
+    """Raise `NblaunchError` where others could put another directory in the place of a save."""
+    above = _real(path).parent
     known = above.stat()
     if known.st_mode & _OTHERS_WRITE and not known.st_mode & stat.S_ISVTX:
-        msg = f"{path}: other users can write to {above}, and replace what is loaded from it. Move it."
+        msg = (
+            f"{path}: other users can write to {above}, and could replace what is loaded from there, which "
+            f"runs code. Name a directory elsewhere, or: chmod go-w {above}"
+        )
         raise NblaunchError(msg)
-    return found
+
+
+def _real(path: str) -> Path:
+    """Return the directory itself, where a link leads to it."""
+    return Path(path).resolve()
+
+
+def _before(path: str) -> list[Path]:
+    """Return older saves whose place others were taking: one of these was killed, or is at it."""
+    directory = _real(path)
+    found = directory.parent.glob(f"{glob.escape(directory.name)}{BEFORE}-*")
+    return [each for each in found if _is_save(each)]
+
+
+def _is_save(directory: Path) -> bool:
+    try:
+        return _manifest(directory).world_size > 0
+    except NblaunchError:
+        return False
 
 
 def _files(directory: Path) -> Iterator[Path]:
@@ -235,38 +261,43 @@ def fit(saved: SavedSession, world_size: int, drop: Collection[str]) -> frozense
 
 def partial(path: str, token: str) -> Path:
     """Return the directory in which a save is written."""
-    return Path(f"{path}{PARTIAL}-{token}")
+    return Path(f"{_real(path)}{PARTIAL}-{token}")
 
 
 def _begun(directory: Path) -> Iterator[Path]:
     yield from directory.parent.glob(f"{glob.escape(directory.name)}{PARTIAL}-*")
 
 
-def begin(path: str, token: str) -> Path:
+def begin(path: str, token: str, replaces: Collection[str] | None = None) -> Path:
     """Make the directory that is renamed at the end. Raises `NblaunchError` or `OSError`.
 
-    Another save of that name that is being written fails: its directory is gone at once.
+    Another save of that name that is being written fails: its directory is gone at once. `replaces` are the
+    tokens of the saves in whose place this one may come; None: of any.
     """
-    directory, made, before = Path(path), partial(path, token), Path(path + BEFORE)
-    if before.exists() and not directory.exists():
-        before.rename(directory)  # a save was killed while it took the place of this one
-    if directory.exists() and not (directory / MANIFEST).is_file():
+    directory, made, before = _real(path), partial(path, token), _before(path)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    refuse_open_parent(path)
+    if before and not directory.exists():
+        before[0].rename(directory)  # a save was killed while it took the place of this one
+    if directory.exists() and not _is_save(directory):
         msg = f"{path} is there already, and is no saved session. Give another name."
+        raise NblaunchError(msg)
+    if replaces is not None and directory.exists() and _manifest(directory).token not in replaces:
+        msg = f"{path} is another session's save by now. %distributed save NAME writes to a place of its own."
         raise NblaunchError(msg)
     for each in _begun(directory):
         removed = partial(path, secrets.token_hex(4))
         with contextlib.suppress(FileNotFoundError):
             each.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
-    directory.parent.mkdir(parents=True, exist_ok=True)
     made.mkdir(mode=0o700)
     return made
 
 
 def commit(saved: SavedSession) -> None:
     """Have the directory take its name: it is whole."""
-    directory = Path(saved.path)
-    made, before = partial(saved.path, saved.token), Path(saved.path + BEFORE)
+    directory, made = _real(saved.path), partial(saved.path, saved.token)
+    before = Path(f"{directory}{BEFORE}-{saved.token}")
     fd = create(made / MANIFEST)
     with os.fdopen(fd, "w") as file:
         file.write(saved.to_json())
@@ -277,12 +308,12 @@ def commit(saved: SavedSession) -> None:
         if each.is_dir():
             _sync(each)
     _sync(made)
-    shutil.rmtree(before, ignore_errors=True)
     if directory.exists():
         directory.rename(before)
     made.rename(directory)
     _sync(directory.parent)
-    shutil.rmtree(before, ignore_errors=True)
+    for older in _before(saved.path):
+        shutil.rmtree(older, ignore_errors=True)
 
 
 def create(path: Path) -> int:

@@ -88,7 +88,7 @@ class ClientJob:
     internal: bool = False
     """Its result is never shown. Notices about the ranks are reported with the next job that is shown."""
     brief: bool = False
-    """The next job waits for this one, or interrupts it, and is not refused: the user does not know of it."""
+    """The next job waits for this one and is not refused: the user does not know of it."""
     query: bool = False
     """It only queries a rank, which a client that watches may do too."""
     notices: tuple[str, ...] = ()

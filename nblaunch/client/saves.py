@@ -60,6 +60,8 @@ def start(
     directory = absolute(options.restore)
     begins = options.save_every is not None and not saved.exists(directory)
     found = None if begins else saved.open_saved(directory)
+    if begins and Path(directory).parent.exists():
+        saved.refuse_open_parent(directory)
     if found and options.nproc_per_node == "auto" and options.on is None and options.nnodes == "1":
         options = replace(options, nproc_per_node=found.world_size)
     session = start_session(options, name=name, watch=watch)
@@ -109,7 +111,8 @@ def _restore(session: LiveSession, found: SavedSession) -> str:
     """Load a save into a new session; return what to say of it."""
     drop, token = saved.fit(found, session.world_size, session.options.drop), secrets.token_hex(8)
     known = pickling.known_class_names()
-    outcome = session.ask_all("restore", "restore", found.path, token, drop, known, query=False)
+    env = frozenset(session.options.env)
+    outcome = session.ask_all("restore", "restore", found.path, token, drop, known, env)
     names, lost = _values(outcome, f"load of {found.path}")[0]
     session.take_restored(names)
     when = time.strftime("%b %d %H:%M", time.localtime(found.created))

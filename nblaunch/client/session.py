@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import keyword
-import math
 import os
 import platform
 import queue
@@ -54,8 +53,8 @@ from nblaunch.protocol.state import View
 _CLOSE_SECONDS = 10.0
 # Peers of a rank whose user reads a debugger's prompt wait for longer than torch's half an hour.
 _COLLECTIVE_SECONDS = 86_400.0
-# How long a job waits for a completion whose answer the notebook no longer expects, before it interrupts it.
-_BRIEF_SECONDS = 5.0
+# How long a job waits for a completion whose answer the notebook no longer expects: machines are busy.
+_BRIEF_SECONDS = 30.0
 _ANSWER_SECONDS = 0.5
 _COMPLETE_SECONDS = 2.0
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*$")
@@ -157,8 +156,8 @@ class LiveSession:
         self.failed_last = 0
         """The rank whose failure was the last root cause."""
         self._busy = threading.Lock()
-        self._brief: threading.Event | None = None
-        """Interrupts the job that holds `_busy`, if the user does not know of that job."""
+        self._brief = False
+        """Whether the user does not know of the job that holds `_busy`."""
         self._reading = threading.Lock()
         """Held while a thread reads from the session's connection."""
         self._runtime = runtime
@@ -337,13 +336,12 @@ class LiveSession:
         )
         return job
 
-    def ask_all(
-        self, title: str, question: str, *args: object, query: bool = True, **keywords: object
-    ) -> Outcome:
+    def ask_all(self, title: str, question: str, *args: object, **keywords: object) -> Outcome:
         """Have all ranks save or load; shown is what comes of it."""
         self._refuse_if_held()
         job = self._query(title, range(self.world_size), _notebook.ask_saving, question, *args, **keywords)
-        job.query, job.options = query, replace(self.options, timeout=None)
+        # Not a query, which another client's query would interrupt.
+        job.query, job.options = False, replace(self.options, timeout=None)
         return self._perform(job)
 
     def take_restored(self, names: Iterable[str]) -> None:
@@ -373,7 +371,7 @@ class LiveSession:
             raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         self._refuse_if_busy()
         with self._busy:
-            self._brief = None
+            self._brief = False
             chosen, token, moved = self._chosen(ranks), secrets.token_hex(8), 0
             rounds = compare(chosen, names, env=env)
             asked = next(rounds)
@@ -406,15 +404,12 @@ class LiveSession:
         """Take the ranks for a job in the background, on its thread; the job's end releases them."""
         while not self._busy.acquire(blocking=False):
             self._refuse_if_busy()
-        self._brief = None
+        self._brief = False
 
     def _refuse_if_busy(self) -> None:
         """Raise `NblaunchError` while a job of the user's runs; wait for the end of another one."""
         deadline = time.monotonic() + _BRIEF_SECONDS
-        while (brief := self._brief) is not None and self.busy:
-            if time.monotonic() >= deadline:
-                deadline = math.inf
-                brief.set()
+        while self._brief and self.busy and time.monotonic() < deadline:
             time.sleep(0.005)
         if self.busy:
             raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
@@ -425,8 +420,8 @@ class LiveSession:
             self._refuse_if_busy()
             # The one way to take and release a lock that no interrupt comes between.
             with self._busy:
-                self._brief = threading.Event() if job.brief else None
-                outcome = self._run(job, self._brief)
+                self._brief = job.brief
+                outcome = self._run(job)
         else:
             try:
                 outcome = self._run(job, cancelled)
@@ -786,7 +781,8 @@ class LiveSession:
             return
         # Raised where the runtime has ended, and all ranks with it.
         with contextlib.suppress(LaunchError, TimeoutError), self._runtime.line() as line:
-            line.ask(wire.CloseSession(session=self._key), 4 * _CLOSE_SECONDS + self._grace)
+            grace = max(self.options.grace, self._grace)
+            line.ask(wire.CloseSession(session=self._key), 4 * _CLOSE_SECONDS + grace)
         if self.detached:
             self._runtime.stop()
         # A job that was still running gets its end first.

@@ -184,8 +184,9 @@ class Hub:
         """Send to one rank of the group's present attempt; only on the hub's thread."""
         identity = f"{member.group}/{member.attempt}/{rank}".encode()
         with contextlib.suppress(zmq.ZMQError):
+            data = encode(message)
             self._socket.send(identity, _MORE)
-            self._socket.send(encode(message))
+            self._socket.send(data)
 
     def watch(self, socket: zmq.Socket[bytes], action: Callable[[], None] | None) -> None:
         """Call `action` whenever another socket is readable, or None to stop; only on the hub's thread."""

@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from nblaunch.client.session import LiveSession
 from nblaunch.insight.difference import Difference
 from nblaunch.magic import auto, completion, export, sessions
 from nblaunch.options.command_line import option_completions, options_help, parse_line, split_words
-from nblaunch.options.launch import LaunchOptions, refuse_session_options
+from nblaunch.options.launch import OPTIONS, LaunchOptions, refuse_session_options
 from nblaunch.options.table import nearest
 from nblaunch.view.display import view_of
 from nblaunch.view.summary import events_table
@@ -195,7 +196,14 @@ _STRICT = "--strict"
 def _save(line: str, _: Namespace) -> str:
     """Save a session's variables to a directory."""
     words = split_words(line)
-    names, options = _names_in(" ".join(word for word in words if word != _STRICT), "save", needed=False)
+    others = shlex.join(word for word in words if word != _STRICT)
+    names, options = _names_in(others, "save", needed=False)
+    usual = LaunchOptions.from_keywords()  # with what `PET_` variables say, which is for fresh ranks
+    for each in OPTIONS:
+        value, own = getattr(options, each.name), each.name in ("session", "background")
+        if not own and value not in (each.default, getattr(usual, each.name)):
+            msg = f"{each.flags[0]} is not for %distributed save, which saves all ranks. Leave it out."
+            raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     if len(names) != 1:
         msg = f"'%distributed save {line}': save takes one directory. Write %distributed save NAME."
         raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
@@ -236,7 +244,7 @@ def _names_in(line: str, command: str, *, needed: bool = True) -> tuple[list[str
     """Return the names on a line, and its options, which may come before or after them."""
     words = split_words(line)
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    parsed = parse_line(" ".join(words[len(names) :]), positional=True)
+    parsed = parse_line(shlex.join(words[len(names) :]), positional=True)
     names += parsed.rest
     if needed and not names:
         msg = f"%distributed {command}: there is no name. Name the variables: %distributed {command} x y."

@@ -22,7 +22,9 @@ from nblaunch._version import __version__
 from nblaunch.probes.blocks import digest
 from nblaunch.probes.contents import Contents
 
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
+_SECRET = re.compile(
+    r"TOKEN|KEY|SECRET|PASS|_PWD|CREDENTIAL|AUTH|COOKIE|PRIVATE|_PAT$|_SAS|WEBHOOK|DSN", re.IGNORECASE
+)
 _IN_URL = re.compile(r"://[^/@\s]*@")
 _BY_DESIGN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(GROUP_|LOCAL_)?WORLD_SIZE|ROLE_(NAME|WORLD_SIZE)|TORCHELASTIC_.*|MASTER_(ADDR|PORT)"

@@ -285,8 +285,9 @@ def _surroundings(variables: namespace.Variables) -> dict[str, Any]:
     return found
 
 
-def _restore_surroundings(values: Mapping[str, Any]) -> None:
-    os.environ.update(values.get(ENVIRONMENT, {}))
+def _restore_surroundings(values: Mapping[str, Any], env: Collection[str]) -> None:
+    saved_ones: Mapping[str, str] = values.get(ENVIRONMENT, {})
+    os.environ.update({name: value for name, value in saved_ones.items() if name not in env})
     shell.remember_sources(values.get(SOURCES, {}))
     if settings := values.get(SETTINGS):
         torch.set_grad_enabled(settings["grad"])
@@ -335,6 +336,8 @@ class _Save:
         self._classes = _ClassNames()
         self._hashes: dict[tuple[int, int], bytes] = {}
         self._lines: dict[str, set[int]] = {}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what cells have queued, on whichever stream
         sharded.reshard()
         self.values = {**variables.to_save(), **_surroundings(variables)}
         self.examined = {name: self._examine(name) for name in sorted(self.values)}
@@ -391,6 +394,9 @@ class _Save:
             self._hashes[where] = found.digest()
         return found.digest()
 
+    def _whole(self, buffers: Sequence[Data]) -> str:
+        return hashlib.sha256(b"".join(map(self._hash, buffers))).hexdigest()
+
     def _kinds(self) -> dict[str, saved.VariableKind]:
         """Return the kind of each variable that is saved, the same on all ranks."""
         told = self._meeting.tell(
@@ -410,11 +416,7 @@ class _Save:
             for name in sorted(everywhere - self.left_out.keys())
             if len({each[name][2] for each in told}) == 1 and not any(each[name][1] for each in told)
         ]
-        whole = {
-            name: hashlib.sha256(b"".join(map(self._hash, self.examined[name].buffers))).hexdigest()
-            for name in candidates
-        }
-        full = self._meeting.tell(whole)
+        full = self._meeting.tell({name: self._whole(self.examined[name].buffers) for name in candidates})
         equal = {name for name in candidates if len({each[name] for each in full}) == 1}
         for each in self.examined.values():
             each.buffers = ()
@@ -444,7 +446,8 @@ class _Save:
         stream = _filled(self._new_stream, fill)
         self.own = {name: each for name, each in stream.found.items() if name not in self.equal}
         self.shards = stream.met.shards
-        digests = {name: each.digest for name, each in self.equal.items()}
+        # Together, a variable may bring more than alone: the whole of a memory of which others show a part.
+        digests = {name: f"{each.digest} {self._whole(each.buffers)}" for name, each in self.equal.items()}
         told = self._meeting.tell([failed, digests, list(stream.met.made)])
         for rank, (why_not, *_) in enumerate(told):
             for name, why in why_not.items():
@@ -524,6 +527,8 @@ def _pieces(buffer: Data) -> Iterator[memoryview]:
 _writing: threading.Thread | None = None
 _told = False
 """Whether a save that a session has made by itself has failed, and none has succeeded since."""
+_own_tokens: set[str] = set()
+"""Of the saves that these ranks have made, and of the one that they began with."""
 
 
 def save(  # noqa: PLR0913 - what a save is, and who waits for it
@@ -556,7 +561,8 @@ def save(  # noqa: PLR0913 - what a save is, and who waits for it
             msg = "\n".join(f"{name} cannot be saved: {why}" for name, why in made.left_out.items())
             raise NblaunchError(msg)
         if meeting.rank == 0:
-            saved.begin(path, token)
+            saved.begin(path, token, _own_tokens if by_itself else None)
+            _own_tokens.add(token)
         meeting.tell("begun")
         writing = _Writing(meeting, made, saved.partial(path, token), copied=background)
         manifest = made.described(path, token, meeting.tell(writing.sizes(made)), jobs)
@@ -730,15 +736,17 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def restore(
-    path: str, token: str, drop: Collection[str], classes: frozenset[str]
+    path: str, token: str, drop: Collection[str], classes: frozenset[str], env: Collection[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Load what was saved; return the variables that the notebook may know, and which are lost, with why.
 
-    `classes` are names of classes that the notebook has.
+    `classes` are names of classes that the notebook has, `env` of environment variables that it has given.
     """
     meeting = _Meeting(token)
     with meeting.together():
-        load = _Loading(meeting, saved.open_saved(path))
+        manifest = saved.open_saved(path)
+        load = _Loading(meeting, manifest)
+        _own_tokens.add(manifest.token)
         lost: dict[str, str] = {}
         for rank, each in enumerate(meeting.tell(load.lost)):
             for name in each.keys() - set(drop):
@@ -750,7 +758,7 @@ def restore(
         assert namespace.here is not None  # noqa: S101 - a session's rank
         namespace.here.restored(kept, frozenset(beside.get(NOTEBOOKS, ())))
         pickling.keep_as_own(classes)
-        _restore_surroundings(beside)
+        _restore_surroundings(beside, env)
         told = meeting.tell([name for name, value in kept.items() if not _is_imported(value)])
     return sorted(set().union(*told)), lost
 

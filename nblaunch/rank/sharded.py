@@ -59,6 +59,9 @@ class GroupObjects:
             return _found, (self._mesh_key(obj),)
         if isinstance(obj, dist.ProcessGroup):
             return _found, (self._group_key(obj),)
+        if isinstance(obj, DistributedDataParallel) and getattr(obj, "_comm_hooks", None):
+            msg = "a DDP model with a communication hook cannot be saved: save its module, and wrap it again"
+            raise pickle.PicklingError(msg)
         if isinstance(obj, DistributedDataParallel) and obj.device_ids:
             # Each rank has another number there.
             state = obj.__getstate__() | {"device_ids": [], "output_device": None}
@@ -301,6 +304,7 @@ def _wrapping(state: Any, group: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"modules": list(state._modules), "parameters": []}  # noqa: SLF001 - FSDP2's own
     if group is None:
         return found | {"mp_policy": state._mp_policy, "mesh": None}  # noqa: SLF001 - as above
+    _refuse_unusual(group)
     info, after = group.mesh_info, group.post_forward_mesh_info
     again: bool | int | None = after is not None
     if state._auto_reshard_after_forward:  # noqa: SLF001 - as above
@@ -321,6 +325,28 @@ def _wrapping(state: Any, group: Any) -> dict[str, Any]:
         "mp_policy": group.mp_policy,
         "offload_policy": group.offload_policy,
     }
+
+
+_USUAL: dict[str, object] = {
+    "reduce_grads": True,
+    "all_reduce_grads": True,
+    "reduce_scatter_unused_params": False,
+    "gradient_divide_factor": None,
+    "force_sum_reduction_for_comms": False,
+    "_partial_reduce_output": None,
+}
+"""What a group of parameters has if nothing was set that changes gradients; releases have some of them."""
+
+
+def _refuse_unusual(group: Any) -> None:
+    """Raise `NblaunchError` for what changes gradients, and would be lost without a word."""
+    if any(getattr(each, "unsharded_accumulated_grad", None) is not None for each in group.fsdp_params):
+        msg = "a model of FSDP2 has gradients that are not reduced yet: save it after the step"
+        raise NblaunchError(msg)
+    for name, usual in _USUAL.items():
+        if getattr(group, name, usual) != usual:
+            msg = f"a model of FSDP2 whose {name} was set cannot be saved: save its state_dict"
+            raise NblaunchError(msg)
 
 
 def _tensor_parallel(param: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,29 +29,31 @@ class StoreNotes(ast.NodeTransformer):
 
     def __init__(self, asked: Callable[[], Iterable[str]]) -> None:
         self._names = asked
-        self._asked: Callable[[str], bool]
-        self._texts: list[str] = []
-        self._in_expressions = True
+        self._wanted: set[str] = set()
+        """Those that a text has in which this job's cells may bind them."""
+        self._in_expressions = False
         self._noted: dict[str, bool] = {}
         setattr(builtins, _NOTES, self._noted)
 
     def take(self) -> set[str]:
         noted = set(self._noted)
         self._noted.clear()
-        self._texts.clear()
+        self._wanted.clear()
+        self._in_expressions = False
         return noted
 
     def see(self, text: str) -> None:
         """Take a text that will be parsed: only names that it has are noted."""
-        self._texts.append(text)
+        # Python normalizes names that are not ASCII.
+        self._wanted |= {name for name in self._names() if name in text or not text.isascii()}
+        self._in_expressions |= ":=" in text
 
     def add_to(self, tree: Any) -> Any:
         """Return a tree, parsed from texts that were seen, with notes."""
-        text = "\n".join(self._texts)
-        # Python normalizes other names.
-        names = {name for name in self._names() if name in text or not text.isascii()}
-        self._asked, self._in_expressions = names.__contains__, ":=" in text
-        return self.visit(tree) if names else tree
+        # A tree that is too deep may compile all the same.
+        with contextlib.suppress(RecursionError):
+            return self.visit(tree) if self._wanted else tree
+        return tree
 
     def visit(self, node: ast.AST) -> Any:
         skipped = isinstance(node, _SCOPES) or (isinstance(node, ast.expr) and not self._in_expressions)
@@ -70,7 +73,7 @@ class StoreNotes(ast.NodeTransformer):
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
         """Turn `name := value` into `name := (value, notes.__setitem__("name", True))[0]`."""
         super().generic_visit(node)
-        if self._asked(node.target.id):
+        if node.target.id in self._wanted:
             note = ast.Attribute(ast.Name(_NOTES, ast.Load()), "__setitem__", ast.Load())
             entry: list[ast.expr] = [ast.Constant(node.target.id), ast.Constant(value=True)]
             both = ast.Tuple([node.value, ast.Call(note, entry, [])], ast.Load())
@@ -80,7 +83,7 @@ class StoreNotes(ast.NodeTransformer):
     def _notes(self, statement: ast.stmt, names: Iterator[str]) -> list[ast.stmt]:
         notes = ast.Name(_NOTES, ast.Load())
         entries = [
-            ast.Subscript(notes, ast.Constant(name), ast.Store()) for name in filter(self._asked, names)
+            ast.Subscript(notes, ast.Constant(name), ast.Store()) for name in names if name in self._wanted
         ]
         return [_at(statement, ast.Assign([entry], ast.Constant(value=True))) for entry in entries]
 

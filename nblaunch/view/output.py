@@ -287,7 +287,8 @@ def _is_shortened(found: list[Entry], transcript: Transcript) -> bool:
 def text_of(display: Display, kind: str) -> str:
     """Return a display's text of a MIME type, empty if it is blank or not text."""
     text = display.data.get(kind)
-    text = "".join(text) if isinstance(text, list) else text  # as a notebook file has it
+    if isinstance(text, list):  # as a notebook file has it
+        text = "".join(each for each in text if isinstance(each, str))
     return text if isinstance(text, str) and text.strip() else ""
 
 

@@ -27,6 +27,7 @@ _TOKEN = re.compile(
     r"|(?P<surrogate>[\ud800-\udfff])"
     r"|[\x00-\x1f\x7f-\x9f]"
 )
+_COLORS = re.compile(r"\x1b\[[\d;:]*m")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\t]")
 
 
@@ -268,6 +269,7 @@ def _hue(red: int, green: int, blue: int) -> int:
 
 def plain(text: str) -> str:
     """Return `text` as a terminal would leave it, without colours."""
+    text = _COLORS.sub("", text)
     if not _CONTROL.search(text):
         return text
     shown = "\n".join(line.text for line in colored(text))

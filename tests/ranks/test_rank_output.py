@@ -223,21 +223,3 @@ slow_thing = Slow()
     assert time.monotonic() - begun < 2.9
     assert session._live.busy
     assert session.cell("rank", namespace={}).values == [0, 1]
-
-
-def test_a_cell_interrupts_a_completion_that_does_not_end_and_nothing_is_lost(session):
-    endless = """
-import time
-class Endless:
-    def __dir__(self):
-        time.sleep(1000)
-        return []
-endless_thing = Endless()
-"""
-    session.cell(endless, namespace={})
-    assert session._live.complete("endless_thing.", 14) == (0, [])
-    assert session._live.busy
-    result = session.cell("rank, type(endless_thing).__name__", namespace={})
-    assert result.values == [(0, "Endless"), (1, "Endless")]
-    assert result.warnings == ()
-    assert session.status().attempt == 0

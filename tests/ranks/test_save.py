@@ -147,6 +147,47 @@ def test_what_cannot_be_saved_is_left_out_and_named_and_strict_refuses_it(save, 
     assert not (tmp_path / "strict").exists()
 
 
+def test_a_ranks_own_memory_of_which_a_part_is_equal_comes_back_as_its_own(tmp_path):
+    own = """
+import numpy as np, torch
+whole = np.zeros(10_000)
+whole[5_000:] = rank
+part = torch.from_numpy(whole[:1_000])
+"""
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(own, namespace={})
+        session.save(tmp_path / "save")
+    with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
+        assert session.cell("part[0] = 5; whole[-1], whole[0]", namespace={}).values == [(0, 5), (1, 5)]
+
+
+def test_what_changes_gradients_and_cannot_come_back_is_named(tmp_path):
+    hooked = """
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+ddp.register_comm_hook(None, allreduce_hook)
+"""
+    sharded = """
+model = fully_shard(torch.nn.Linear(2, 2))
+model.set_requires_gradient_sync(False)
+model(torch.ones(1, 2)).sum().backward()
+"""
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(hooked, namespace={})
+        assert "a communication hook" in session.save(tmp_path / "save").left_out["ddp"]
+        session.cell(sharded, namespace={})
+        with pytest.raises(nblaunch.NblaunchError, match="whose reduce_grads was set"):
+            session.save(tmp_path / "save")
+    assert saved.open_saved(str(tmp_path / "save")).left_out.keys() == {"ddp"}
+
+
+def test_an_environment_variable_of_the_command_line_counts_more_than_a_saved_one(save):
+    with nblaunch.Session(restore=str(save), env={"A_MODE": "slow"}, display=False) as session:
+        assert session.cell("os.environ['A_MODE']", namespace={}).values == ["slow", "slow"]
+
+
 def test_another_number_of_ranks_is_refused_by_name_unless_these_are_dropped(save):
     with pytest.raises(nblaunch.NblaunchError, match=r"mine is each rank's own.*--drop mine"):
         nblaunch.Session(nproc=3, restore=str(save), display=False)

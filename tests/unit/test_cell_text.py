@@ -19,6 +19,9 @@ CELLS = [
     "  x = 1\n  y = 2",
     ">>> a = 1\n>>> b = 2",
     "In [1]: 5\nIn [2]: 6",
+    "In [1]: %time x = 1\n   ...: y = 2",
+    ">>> %time x = 1\n>>> y = 2",
+    ">>> ,f a b\n>>> x = 1",
     "a = %time 1\nb = 2",
     "a =%time 1\nb = 2",
     "a = \\\n  %time 1\nb = 2",
@@ -109,6 +112,11 @@ def bound(source, *asked, texts=None):
 )
 def test_what_a_cell_binds_is_noted(source, expected):
     assert bound(source, "ready", "unused") == expected
+
+
+def test_a_tree_that_is_too_deep_to_visit_runs_all_the_same():
+    source = "ready = 1\nif ready > 1:\n    pass\n" + "elif ready > 2:\n    pass\n" * 400
+    assert bound(source, "ready") <= {"ready"}
 
 
 def test_a_tree_is_noted_by_all_texts_that_were_seen():

@@ -44,7 +44,7 @@ def test_a_save_that_was_not_ended_leaves_the_one_before(tmp_path):
     saved.begin(path, "9")
     assert saved.open_saved(path) == first
     # Killed between the two renames.
-    os.rename(path, path + saved.BEFORE)  # noqa: PTH104 - texts
+    os.rename(path, f"{path}{saved.BEFORE}-9")  # noqa: PTH104 - texts
     assert saved.open_saved(path).token == first.token
     second = save(path, 1)
     assert saved.open_saved(path) == second
@@ -76,6 +76,37 @@ def test_a_save_of_the_same_name_that_is_being_written_elsewhere_fails_and_is_no
     with pytest.raises(FileNotFoundError):
         saved.commit(made(path, 0))
     assert saved.open_saved(path) == second
+
+
+def test_directories_that_are_no_saves_are_neither_replaced_nor_removed(tmp_path):
+    for name in ("site", "s.before", f"s{saved.BEFORE}-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / saved.MANIFEST).write_text('{"name": "an extension"}')
+    with pytest.raises(NblaunchError, match="site is there already, and is no saved session"):
+        saved.begin(f"{tmp_path}/site", "0")
+    save(f"{tmp_path}/s", 0)
+    save(f"{tmp_path}/s", 1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["s", "s.before", "s.before-mine", "site"]
+
+
+def test_a_session_replaces_by_itself_only_saves_of_its_own(tmp_path):
+    path = f"{tmp_path}/s"
+    saved.begin(path, "0", ())
+    saved.commit(made(path, 0))
+    saved.begin(path, "1", {"0"})
+    saved.commit(made(path, 1))
+    with pytest.raises(NblaunchError, match="is another session's save by now"):
+        saved.begin(path, "2", {"0"})
+
+
+def test_a_link_stays_a_link_and_leads_to_the_save(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "scratch" / "run")
+    for number in range(2):
+        save(f"{tmp_path}/run", number)
+    assert (tmp_path / "run").is_symlink()
+    assert saved.open_saved(f"{tmp_path}/run").token == "1"  # noqa: S105 - of a save
+    assert [each.name for each in (tmp_path / "scratch").iterdir()] == ["run"]
 
 
 def test_what_cannot_be_opened_is_said_in_one_line(tmp_path):
@@ -118,8 +149,9 @@ def test_what_others_can_write_to_or_own_or_replace_is_not_loaded(tmp_path, monk
         saved.open_saved(path)
     (tmp_path / "s" / "equal.pkl").chmod(0o600)
     tmp_path.chmod(0o777)
-    with pytest.raises(NblaunchError, match="and replace what is loaded from it"):
-        saved.open_saved(path)
+    for act in (saved.open_saved, lambda path: saved.begin(path, "1")):
+        with pytest.raises(NblaunchError, match=f"chmod go-w {tmp_path}"):
+            act(path)
     tmp_path.chmod(0o1777)
     saved.open_saved(path)
     (tmp_path / "s" / "link").symlink_to(tmp_path)
