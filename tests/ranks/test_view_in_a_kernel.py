@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -204,7 +205,8 @@ finally:
 def test_a_saved_notebook_holds_static_html_and_no_widget():
     saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN + "\nrun(0.5)")])
     environment = {**os.environ, "PYTHONPATH": REPOSITORY}
-    NotebookClient(saved, timeout=60, store_widget_state=False).execute(env=environment)
+    client = NotebookClient(saved, timeout=60, store_widget_state=False)
+    asyncio.run(client.async_execute(env=environment))  # `execute` would leave its event loop open
     (output,) = saved.cells[0].outputs
     assert output["output_type"] == "display_data"
     assert set(output["data"]) == {"text/html", "text/plain"}
