@@ -19,7 +19,7 @@ from patience import eventually
 
 import nblaunch
 from nblaunch import NblaunchError
-from nblaunch.client.local import local
+from nblaunch.client.local import Runtime, local
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.connections import _BEHIND_SECONDS
@@ -435,6 +435,34 @@ def test_logs_of_a_bound_session_go_with_the_results_that_refer_to_them(tmp_path
         del kept
         eventually(lambda: room(session) < RANKS * SLACK, "all before the last one is gone")
         assert last.ranks[1].stdout == "job 2\n"
+
+
+def test_results_of_a_session_without_output_are_released_together_and_those_with_it_at_once(monkeypatch):
+    sent = []
+    send = Runtime.send_notes
+
+    def counted(runtime):
+        sent.extend(runtime._notes)
+        send(runtime)
+
+    monkeypatch.setattr(Runtime, "send_notes", counted)
+    with nblaunch.Session(RANKS, name="bound") as session:
+        session.run(printed, (0,))  # with it goes that of the start
+        begun = len(sent)
+        for _ in range(8):
+            session.run(os.getpid)
+        assert len(sent) == begun
+        session.run(os.getpid)
+        assert len(sent) == begun + 9
+        session.run(os.getpid)
+        session.run(printed, (1,))
+        assert len(sent) == begun + 11
+        last = session.run(os.getpid)
+        session.run(os.getpid)
+        assert len(sent) == begun + 11
+    assert len(sent) == begun + 12, "the session is closed"
+    del last
+    assert len(sent) == begun + 13
 
 
 # --- logs ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import textwrap
 import time
 import types
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,13 @@ class Notebook:
         for rank in self.ranks:
             exec(IMPORTS, rank.variables)  # noqa: S102 - as the ranks did
             rank.variables["gc"] = types.SimpleNamespace(collect=int)  # the model forgets by itself
+
+    def follow(self, steps: Iterable[tuple[Any, ...]]) -> None:
+        """Make all variables, and do these steps."""
+        for name in self.names.values():
+            self.make(name, "list", name)
+        for step, *arguments in steps:
+            getattr(self, step)(*(self.named(each) for each in arguments))
 
     # --- the kernel ---
 
@@ -407,7 +415,7 @@ def kernel(module_kernel, place):
     module_kernel.ok("%distributed stop")
 
 
-def examples(count):
+def random_examples(count):
     return settings(
         max_examples=count,
         deadline=None,
@@ -420,7 +428,7 @@ def examples(count):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [3, full(40), slow(2000)])
 def test_random_notebooks_and_their_ranks_are_what_the_nine_rules_say(kernel, count):
-    @examples(count)
+    @random_examples(count)
     @given(st.lists(steps, min_size=1, max_size=20))
     def random_notebooks(notebook):
         follow(kernel, notebook)
@@ -430,10 +438,7 @@ def test_random_notebooks_and_their_ranks_are_what_the_nine_rules_say(kernel, co
 
 def follow(kernel, notebook):
     book = Notebook(kernel)
-    for name in book.names.values():
-        book.make(name, "list", name)
-    for step, *arguments in notebook:
-        getattr(book, step)(*(book.named(each) for each in arguments))
+    book.follow(notebook)
     book.look(tuple(book.names.values()))
     names = [name for name in book.names.values() if name in book.variables]
     book.flush()

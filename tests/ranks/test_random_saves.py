@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lanes import full, slow
-from test_random_notebooks import IMPORTS, MADE, NAMES, OF, Notebook, examples, prepare, steps
+from test_random_notebooks import IMPORTS, MADE, NAMES, OF, Notebook, prepare, random_examples, steps
 
 name = st.sampled_from(NAMES)
 number = st.integers(0, 9)
@@ -54,14 +54,11 @@ def test_a_random_notebook_goes_on_from_a_save_as_it_would_have(start_kernel, co
     kernel = start_kernel()
     prepare(kernel, place.line())
 
-    @examples(count)
+    @random_examples(count)
     @given(st.lists(steps, min_size=1, max_size=12), st.lists(there, min_size=1, max_size=8))
     def random_notebooks(before, after):
         book = Notebook(kernel)
-        for each in book.names.values():
-            book.make(each, "list", each)
-        for step, *arguments in before:
-            getattr(book, step)(*(book.named(each) for each in arguments))
+        book.follow(before)
         book.flush()
         names = list(book.names.values())
         having = [each for each in names if book.is_there(each)]

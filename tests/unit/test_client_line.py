@@ -216,6 +216,13 @@ def test_what_is_pending_is_known_without_reading(runtime, line, eventually):
     eventually(line.pending, "the message is there")
     assert line.next(0) == (FrameKind.EVENT, 0, Noticed(text="news"))
     assert not line.pending()
+    runtime.handlers[wire.InterruptSession] = lambda client, number, _: (
+        client.event(Noticed(text="before the answer")),
+        client.answer(number, wire.Done()),
+    )
+    line.ask(wire.InterruptSession(session=""), 10)  # reads the event, and keeps it
+    assert line.pending()
+    assert line.next(0) is not None
     runtime.on_hub(runtime.client().close)
     eventually(line.pending, "the message is there")
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nblaunch._resident import Resident
 from nblaunch.rank import memory, shell
 
 GIB = 1 << 30
@@ -49,6 +50,18 @@ def failing(made, wrap=None):
             raise wrap("wrapped") from error
     except Exception as error:  # noqa: BLE001 - whatever `wrap` is
         return error
+
+
+def test_where_a_peak_cannot_be_set_back_that_of_an_earlier_job_is_no_jobs_own(monkeypatch):
+    peak = 900
+    monkeypatch.setattr(memory, "set_back_peak", lambda: False)
+    monkeypatch.setattr(memory, "resident_of", lambda: Resident(now=500, private=400, peak=peak))
+    monkeypatch.setattr(memory, "own_memory_here", lambda: 300)
+    meter = memory.HostMeter()
+    meter.begin()
+    assert meter.measure() == (300, 300)
+    peak = 950
+    assert meter.measure() == (300, 300 + 950 - 500)
 
 
 @pytest.mark.parametrize("wrap", [None, RuntimeError], ids=["raised", "wrapped"])
