@@ -107,7 +107,8 @@ class WorkerGroup:
         """Events that torchelastic has recorded for these ranks."""
         self.settings = settings
         self._hub = local.hub
-        self.life = GroupState(persistent=keep, members=RunState.fresh(settings.nproc, time=time.time()))
+        members = RunState.fresh(settings.nproc, time=time.time())
+        self.life = GroupState(persistent=keep, replaces=keep and not settings.nodes, members=members)
         self.logs = RankLogs(settings.log_dir if settings.private_logs else None)
         self._raw: tuple[messages.FromRank | None, bytes] = None, b""
         """The message that is being fed, and the bytes that its rank has sent."""

@@ -157,6 +157,8 @@ class GroupState(msgspec.Struct, frozen=True):
     persistent: bool
     members: RunState
     """The ranks themselves; the state of the job is `job.run`."""
+    replaces: bool = False
+    """Whether a persistent rank that has died can be replaced alone."""
     attempt: int = 0
     prepare: messages.Prepare | None = None
     engine: messages.EngineStatus | None = None
@@ -170,11 +172,11 @@ class GroupState(msgspec.Struct, frozen=True):
     """Those of them that are on another node."""
     exited: RankSet = RankSet()
     lost: RankSet = RankSet()
-    """Persistent ranks that were lost with their nodes; the others regroup once they have ended the job."""
+    """Persistent ranks that are gone while others go on, which regroup once they have ended the job."""
     adopted: RankSet = RankSet()
     """Ranks that this attempt kept from the one before."""
     regroups: bool = False
-    """Whether nodes came or were lost: the remaining ranks regroup as soon as they are idle."""
+    """Whether ranks or nodes came or were lost: the remaining ranks regroup as soon as they are idle."""
     regrouping: bool = False
     """Whether `REGROUP_NODES` was ordered, and the next attempt has not begun."""
     unfolded: Mapping[int, tuple[float, messages.Exited]] = {}
@@ -205,7 +207,7 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def regroup_awaited(self) -> bool:
-        """Whether nodes came or were lost, and the ranks are not ready yet under their new numbers."""
+        """Whether ranks or nodes came or were lost, and the ranks are not ready yet in their new group."""
         return bool(self.lost) or self.regrouping or (bool(self.adopted) and not self.all_ready)
 
     @property
@@ -630,13 +632,13 @@ class _Step(Machine[GroupState, Action]):
         message, kept = event.message, event.kept
         if message.number < self.state.attempt or self.state.closed:
             return
-        adopted = RankSet(kept or ())
+        adopted, remote = RankSet(kept or ()), self.state.remote
         self.set(
             attempt=message.number,
             connected=RankSet(),
             ready=RankSet(),
             forked=adopted,
-            remote=adopted,
+            remote=RankSet(rank for rank, before in (kept or {}).items() if before in remote),
             exited=RankSet(),
             lost=RankSet(),
             adopted=adopted,
@@ -651,7 +653,8 @@ class _Step(Machine[GroupState, Action]):
             saving=RankSet(),
         )
         if message.number > 0 and self.state.persistent:
-            self.note(RESTARTED if kept is None else _describe_regroup(kept, message.world_size))
+            size = self.state.members.world_size, message.world_size
+            self.note(RESTARTED if kept is None else _describe_regroup(kept, *size))
         job = self.state.working
         # Its ranks are gone, with all the variables it could use, or it was captured for other ranks.
         gone = job is not None and (job.dispatched or kept is not None or job.lacks(message.world_size))
@@ -982,6 +985,9 @@ class _Step(Machine[GroupState, Action]):
             exited = replace(exited, expected=True)
         if state.persistent and not (state.all_ready or state.adopted or exited.expected):
             self.act(Order.STOP_AGENT)  # a rank that dies while it starts would do so again
+        elif state.replaces and not (exited.expected or state.replacing or state.closed):
+            exited = self.lose(exited, at_work=at_work)
+            state = self.state
         # Slurm and others send SIGTERM to all processes of a node, in any order.
         ordered = exited.exitcode == _TERMINATED and exited.rank in state.remote and not exited.expected
         until = self.now + (_NOTICE_SECONDS if ordered else _LAST_MESSAGES_SECONDS)
@@ -993,6 +999,26 @@ class _Step(Machine[GroupState, Action]):
         self.fold_exits(self.now)
         if exited.rank in self.state.saving:
             self.no_longer_saves(exited.rank)
+
+    def lose(self, exited: messages.Exited, *, at_work: bool) -> messages.Exited:
+        """Have a persistent rank replaced alone that has died; return its exit as it is to be folded.
+
+        The last rank is not lost: without ranks that go on, torchelastic starts all of them anew.
+        """
+        state = self.state
+        if not (state.all_ready or exited.rank in state.adopted):
+            self.replace_ranks(f"{format_ranks([exited.rank])} ended again before it was ready")
+            return exited
+        lost = state.lost.with_rank(exited.rank)
+        if len(lost) == state.members.world_size:
+            self.set(lost=RankSet(), regroups=False)
+            return exited
+        self.set(lost=lost, regroups=True)
+        if state.recovery.busy:
+            self.begin_recovery()
+        # A job that waits for its ranks was never this one's.
+        waits = state.working is not None and not at_work and not state.working.dispatched
+        return replace(exited, expected=waits)
 
     def fold_exits(self, now: float) -> None:
         """Fold exits of ranks whose last messages have had time to arrive, or make no difference."""
@@ -1132,8 +1158,12 @@ _HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
 """Handlers of messages of ranks, which are also folded."""
 
 
-def _describe_regroup(kept: Mapping[int, int], world_size: int) -> str:
+def _describe_regroup(kept: Mapping[int, int], before: int, world_size: int) -> str:
     """Describe which ranks were kept, which have a new number, and which are new."""
+    if before == world_size and all(rank == number for rank, number in kept.items()):
+        again = [rank for rank in range(world_size) if rank not in kept]
+        was = "was" if len(again) == 1 else "were"
+        return f"{format_ranks(again)} {was} started again; variables kept: {format_ranks(kept)}"
     others = {rank: before for rank, before in kept.items() if rank != before}
     new = [rank for rank in range(world_size) if rank not in kept]
     parts = [

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
 from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
@@ -30,7 +30,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.api import Worker as AssignedRank
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import record
-from torch.distributed.elastic.multiprocessing import PContext, SignalException
+from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nblaunch._errors import NblaunchError
@@ -38,7 +38,15 @@ from nblaunch._waker import Waker
 from nblaunch.host import descriptors, forkserver, preload, rendezvous
 from nblaunch.host.directed import DirectedRendezvous
 from nblaunch.host.forkserver import Server
-from nblaunch.host.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog, line_prefixes
+from nblaunch.host.hooks import (
+    FILE,
+    EventStream,
+    FilteredLines,
+    KeptLogs,
+    LogsOfOne,
+    Watchdog,
+    line_prefixes,
+)
 from nblaunch.host.settings import AgentEvents, AgentSettings, Worker
 from nblaunch.host.wire import CompleteRendezvous
 
@@ -59,7 +67,8 @@ class RankAgent(LocalElasticAgent):
     torchelastic decides when to restart and when to give up. Added here: a rank that ends without
     having been released is a failure whatever its exit code; ranks that outlive SIGTERM by the grace
     period are killed (torch waits 30 s, unconditionally); `stop` ends the run from another thread; events go
-    to the run, and the watchdog cannot end the notebook.
+    to the run, and the watchdog cannot end the notebook. Where the settings say so, a rank that ends leaves
+    the others as they are until an order comes: to replace it alone, or to start all anew.
     """
 
     def __init__(
@@ -106,6 +115,7 @@ class RankAgent(LocalElasticAgent):
         self._reason = "started"
         self._restart = threading.Event()
         self._rejoin = threading.Event()
+        self._replace = threading.Event()
         self._ordered = threading.Event()
         """Set once a node that follows torch's rendezvous knows how its attempt goes on."""
         self._follows = self._directed is not None or (
@@ -138,13 +148,18 @@ class RankAgent(LocalElasticAgent):
         self._rejoin.set()
         self._waker.wake()
 
+    def replace_dead(self) -> None:
+        """Start others in place of the ranks that have ended; those that live go on."""
+        self._replace.set()
+        self._waker.wake()
+
     def complete_rendezvous(self, directed: CompleteRendezvous) -> None:
         if self._directed is not None:
             self._directed.complete_rendezvous(directed)
 
     def forget_orders(self) -> None:
         """Forget what was ordered in the attempt before; a node that follows decides when that is."""
-        for order in (self._restart, self._rejoin, self._ordered):
+        for order in (self._restart, self._rejoin, self._replace, self._ordered):
             order.clear()
 
     def all_alive(self) -> bool:
@@ -240,21 +255,75 @@ class RankAgent(LocalElasticAgent):
         except forkserver.AbandonedError:
             self._raise_if_stopped()
             raise
-        workers = tuple(
-            Worker(
-                rank=worker.global_rank,
-                local_rank=worker.local_rank,
-                pid=pids[worker.local_rank],
-                stdout=context.stdouts[worker.local_rank],
-                stderr=context.stderrs[worker.local_rank],
-            )
-            for worker in worker_group.workers
-        )
+        workers = self._workers_of(worker_group.workers)
         self._events.attempt_started(self._attempt, world_size, workers)
         if numbers is not None and not self._follows:
             numbers.post_attempt(store, self._attempt)
         self._reason = "membership"  # unless a failure is seen first
         return pids
+
+    def _workers_of(self, ranks: Iterable[AssignedRank]) -> tuple[Worker, ...]:
+        context, pids = self._started(), self._started().pids()
+        return tuple(
+            Worker(
+                rank=rank.global_rank,
+                local_rank=rank.local_rank,
+                pid=pids[rank.local_rank],
+                stdout=context.stdouts[rank.local_rank],
+                stderr=context.stderrs[rank.local_rank],
+            )
+            for rank in ranks
+        )
+
+    def _fork_in_place_of(self, dead: Sequence[AssignedRank]) -> None:
+        """Fork other ranks with the numbers of these, as another attempt in which the others go on."""
+        self._replace.clear()
+        self._attempt += 1
+        world_size = self._worker_group.workers[0].world_size
+        kept = [each.global_rank for each in self._worker_group.workers if each not in dead]
+        self._events.attempt_starting(
+            self._attempt, world_size, "failure", kept={each: each for each in kept}
+        )
+        self._known_dead -= {each.local_rank for each in dead}
+        arguments = self._arguments(self._attempt)
+        descriptors.make_room(len(dead), replaced=len(dead))
+        self._keep_error_files()
+        try:
+            with self._server.forking(abandon=self._stop):
+                for each in dead:
+                    self._fork_again(each.local_rank, arguments)
+        except forkserver.AbandonedError:
+            self._raise_if_stopped()
+            raise
+        for each in dead:
+            each.id = self._started().pids()[each.local_rank]
+        self._events.attempt_started(self._attempt, world_size, self._workers_of(dead))
+
+    def _fork_again(self, local_rank: int, arguments: tuple[Any, ...]) -> None:
+        """Have one more process take the place of one that has ended, in all that torch has of it."""
+        context: Any = self._started()
+        environ = dict(context.envs[local_rank])
+        logs = LogsOfOne(context.stdouts[local_rank], context.stderrs[local_rank], self._attempt)
+        other: Any = start_processes(
+            name=context.name,
+            entrypoint=context.entrypoint,
+            args={0: arguments},
+            envs={0: environ},
+            logs_specs=logs,
+            start_method=context.start_method,
+        )
+        processes, others = context._pc, other._pc  # noqa: SLF001 - see the module
+        processes.sentinels.pop(processes.processes[local_rank].sentinel, None)
+        processes.processes[local_rank] = others.processes[0]
+        processes.error_files[local_rank] = others.error_files[0]
+        processes.sentinels[others.processes[0].sentinel] = local_rank
+        context._ret_vals[local_rank] = other._ret_vals[0]  # noqa: SLF001 - see the module
+        for mine, its in (
+            (context.stdouts, other.stdouts),
+            (context.stderrs, other.stderrs),
+            (context.error_files, other.error_files),
+        ):
+            mine[local_rank] = its[0]
 
     def _keep_error_files(self) -> None:
         """Have torch make the error files of ranks, which it removes at once, where a kill leaves nothing."""
@@ -291,7 +360,8 @@ class RankAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Ranks that are idle, or at work, cost nothing here.
         alive = [process.sentinel for process in self._processes() if process.exitcode is None]
-        if len(alive) == len(self._processes()) or (alive and self._released()):
+        known = len(alive) + len(self._known_dead) == len(self._processes())
+        if known or (alive and self._released()):
             seconds = max(min(_POLL_SECONDS, self._leave_by - time.monotonic()), 0.0)
             with contextlib.suppress(OSError):  # the end of a process may have been read meanwhile
                 connection.wait([*alive, self._waker.fileno()], timeout=seconds)
@@ -308,7 +378,14 @@ class RankAgent(LocalElasticAgent):
         exitcodes = self._exitcodes()
         if not self._released():
             dead = exitcodes.keys() - self._stopped
-            return self._failed(worker_group) if dead else RunResult(state=WorkerState.HEALTHY)
+            if not dead:
+                return RunResult(state=WorkerState.HEALTHY)
+            exitcodes = self._report_exits() if self.settings.replaces else exitcodes
+            if not self.settings.replaces or len(exitcodes) == len(self._processes()):
+                return self._failed(worker_group)
+            if self._replace.is_set():
+                self._fork_in_place_of([worker_group.workers[each] for each in sorted(exitcodes)])
+            return RunResult(state=WorkerState.HEALTHY)
         if len(exitcodes) < len(self._processes()):
             # They are leaving. torch would wait for the last of them without a bound.
             if time.monotonic() > self._leave_by:
@@ -481,7 +558,7 @@ class AgentThread:
     adopt = _forward(RankAgent.adopt)
     restart = _forward(RankAgent.restart)
     rejoin = _forward(RankAgent.rejoin)
-    regroup = rejoin
+    regroup = _forward(RankAgent.replace_dead)
     complete_rendezvous = _forward(RankAgent.complete_rendezvous)
     forget_orders = _forward(RankAgent.forget_orders)
     skip_grace = _forward(RankAgent.skip_grace)

@@ -244,6 +244,30 @@ class KeptLogs(LogsSpecs):
         return own or os.fspath(Path(files.stdouts[0]).parents[1] / f"filtered_{stream}.log")
 
 
+class LogsOfOne(LogsSpecs):
+    """The files of one process, which takes the place of another in a later attempt."""
+
+    def __init__(self, stdout: str, stderr: str, attempt: int) -> None:
+        """Lie beside the files of the process before, in a directory with the number of the attempt."""
+        super().__init__()
+        before = Path(stdout).parent
+        self._directory = before.with_name(f"{before.name.partition('.')[0]}.{attempt}")
+        self._names = Path(stdout).name, Path(stderr).name
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.fspath(self._directory)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the directory; return the files, of which torch keeps the one for an error."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stdout, stderr, error = (os.fspath(self._directory / name) for name in (*self._names, "error.json"))
+        envs[0]["TORCHELASTIC_ERROR_FILE"] = error
+        return LogsDest(
+            stdouts={0: stdout}, stderrs={0: stderr}, tee_stdouts={}, tee_stderrs={}, error_files={0: error}
+        )
+
+
 def line_prefixes(template: str, role: str, ranks: Mapping[int, int]) -> dict[int, str]:
     """Return what begins each line of a local rank, as torchrun has it; `ranks` are by local rank."""
     hostname = socket.gethostname()

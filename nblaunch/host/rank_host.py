@@ -53,7 +53,7 @@ class GroupHost:
         """Repeat the rendezvous after a membership change, with other ranks."""
 
     def regroup(self) -> None:
-        """Form the group again from the ranks that are left and new ones; for nodes of an engine only."""
+        """Form the group again from the ranks that are left and new ones."""
 
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         """Expect the exits of the ranks, and stop the `others`."""
@@ -327,25 +327,41 @@ class RankHost(AgentThread, GroupHost):
         )
         return (orders,)
 
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
+    def attempt_starting(
+        self, number: int, world_size: int, reason: str, *, kept: Mapping[int, int] | None = None
+    ) -> None:
         """Begin an attempt before the first process is forked, which may connect at once.
 
         One that the runtime has decided has begun with its message.
         """
 
         def starting() -> None:
-            self._owner.attempt_starting(number, world_size, reason)
-            self.begin(number)
+            self._owner.attempt_starting(number, world_size, reason, kept=kept)
+            if kept is None:
+                self.begin(number)
+                return
+            self._workers = {rank: each for rank, each in self._workers.items() if rank in kept}
+            self.go_on_as(
+                AdoptRanks(
+                    group=self.group,
+                    attempt=self.attempt,
+                    number=number,
+                    node_rank=0,
+                    node_count=1,
+                    base_rank=min(kept),
+                    world_size=world_size,
+                )
+            )
 
         if number != self.attempt:
             self._hub.run(starting)
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         def started() -> None:
-            self._workers = {each.rank: each for each in workers}
+            self._workers |= {each.rank: each for each in workers}
             forked = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
             self.ranks = forked | self.ranks
-            self._idle = set(forked) if self._keep else set()
+            self._idle |= set(forked) if self._keep else set()
             self._owner.attempt_started(number, world_size, workers)
 
         self._hub.run(started)

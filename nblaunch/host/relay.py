@@ -354,7 +354,14 @@ class NodeRelay:
             if self._private_logs:
                 log.free(log.position - MOST_BYTES)
 
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
+    def attempt_starting(
+        self,
+        number: int,  # noqa: ARG002 - as called
+        world_size: int,  # noqa: ARG002
+        reason: str,  # noqa: ARG002
+        *,
+        kept: Mapping[int, int] | None = None,  # noqa: ARG002 - a node's agent replaces no rank alone
+    ) -> None:
         """End an attempt of torch's rendezvous; the next begins."""
         self._begin()
 

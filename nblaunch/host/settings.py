@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,8 +16,13 @@ from nblaunch.protocol.client import Caller, Event
 class AttemptEvents(Protocol):
     """The events of an agent that a host passes on."""
 
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Handle the start of an attempt: its first rank may connect before its last one is forked."""
+    def attempt_starting(
+        self, number: int, world_size: int, reason: str, *, kept: Mapping[int, int] | None = None
+    ) -> None:
+        """Handle the start of an attempt: its first rank may connect before its last one is forked.
+
+        `kept` maps the numbers of ranks that go on in it to those that they have had.
+        """
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Handle the end of forking: all processes are there."""
@@ -104,6 +110,8 @@ class AgentSettings:
     directed_at: str = field(default="", kw_only=True)
     """This node's address, if the runtime decides each rendezvous of the agent."""
     caller: Caller = field(default_factory=Caller)
+    replaces: bool = field(default=False, kw_only=True)
+    """Whether a rank that has ended can be replaced alone: the others then wait for an order."""
 
     @property
     def nodes(self) -> bool:

@@ -264,6 +264,7 @@ def _hosts(
     def make(group: WorkerGroup, directory: Path) -> Sequence[GroupHost]:
         settings, rdzv = group.settings, group.settings.rdzv
         if rdzv is None:
+            settings = replace(settings, replaces=group.keep)
             return (RankHost(local, settings, group, directory, keep=group.keep),)
         key, made = read_or_make_key(keys, local.directory.root)
         rdzv = replace(rdzv, key=key)

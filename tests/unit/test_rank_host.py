@@ -42,7 +42,9 @@ class Owner:
     def rank_gone(self, exited: messages.Exited) -> None:
         self.gone.append(exited)
 
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None: ...
+    def attempt_starting(
+        self, number: int, world_size: int, reason: str, *, kept: Mapping[int, int] | None = None
+    ) -> None: ...
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None: ...
 
