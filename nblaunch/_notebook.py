@@ -104,9 +104,9 @@ def ask_shell(question: str, *arguments: object) -> object:
 
 
 def ask_saving(question: str, *arguments: object, **keywords: object) -> object:
-    """Call `save` or `restore` of a rank, whose module is loaded only for that."""
-    saving = importlib.import_module("nblaunch.rank.saving")
-    return getattr(saving, question)(*arguments, **keywords)
+    """Call `save`, `restore` or `revive` of a rank, whose module is loaded only for that."""
+    module = importlib.import_module(f"nblaunch.rank.{'revival' if question == 'revive' else 'saving'}")
+    return getattr(module, question)(*arguments, **keywords)
 
 
 _FUTURE_FLAGS = functools.reduce(

@@ -20,7 +20,7 @@ from typing import Any
 from nblaunch.capture.capture import IPYTHONS_CONTAINERS, IPYTHONS_NAMES, RANK_NAMES, Captured, notebook_names
 from nblaunch.capture.identity import ObjectTable, has_identity
 from nblaunch.capture.walk import CHANGED, Inspection, ObjectFrame, SentFrames
-from nblaunch.protocol.messages import Names, Objects
+from nblaunch.protocol.messages import Names, Objects, Revived
 from nblaunch.protocol.reports import format_ranks
 
 _NOTHING = -1
@@ -98,6 +98,17 @@ class Knowledge:
             self._records = [record for record in self._records if record.ranks]
             if new:
                 self._records.append(_Record(new, self._table))
+
+    def revived(self, ranks: Iterable[int], found: Revived) -> None:
+        """Note what ranks that were started again have got from another one, as that one knows it."""
+        with self._lock:
+            known = {rank: record for record in self._records for rank in record.ranks}
+            source = known.get(found.source)
+            for record in {id(each): each for rank, each in known.items() if rank in ranks}.values():
+                if source is not None and source is not record:
+                    frames = {key: source.frames.get(key) for key in found.keys}
+                    record.frames.update({key: each for key, each in frames.items() if each is not None})
+                    record.bound |= {name: source.bound[name] for name in found.names if name in source.bound}
 
     def close(self) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ from nblaunch.insight.comparing import Round, compare, size_of
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob
+from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob, Revived
 from nblaunch.protocol.reports import HangReport, format_ranks, session_busy, session_ended
 from nblaunch.protocol.state import View
 
@@ -164,6 +164,8 @@ class LiveSession:
         self._line = line
         self._attempt = opened.attempt
         self._names = {each.rank: each for each in opened.names}
+        self._reborn = opened.reborn
+        """Ranks that were started again, before they have got variables from the others."""
         self._notes = notes
         """For the next job whose result the user sees."""
         self.after_job: Callable[[], None] = lambda: None
@@ -349,6 +351,42 @@ class LiveSession:
         self._knowledge.begin(self._attempt, self.world_size)
         self._knowledge.restored(names, _notebook.namespace() or {})
 
+    def _revive(self) -> None:
+        """Have ranks that were started again get variables from the others; while this job holds the ranks.
+
+        Before anything is sent to them: they would get what the others have changed since.
+        """
+        self._take_events()
+        while self._reborn and self._owns:
+            reborn, self._reborn = self._reborn, {}
+            token, ranks = secrets.token_hex(8), range(self.world_size)
+            job = self._query("revive", ranks, _notebook.ask_saving, "revive", token, reborn)
+            job.query, job.options, job.attempt = False, replace(self.options, timeout=None), self._attempt
+            job.line, job.others, job.private = self._line, self._take, self.detached
+            self._jobs += 1
+            try:
+                with self._reading:
+                    outcome = run_job(job, silent(job.title, job.backend))
+            except StaleError:
+                self._take_events()
+                continue
+            if isinstance(outcome.error, KeyboardInterrupt):
+                self._reborn = reborn
+                raise outcome.error
+            if self._attempt == job.attempt:
+                self._take_revived(reborn.keys(), outcome)
+
+    def _take_revived(self, ranks: Collection[int], outcome: Outcome) -> None:
+        if outcome.error is None:
+            found: Revived = next(filter(None, outcome.result.values))
+            self._knowledge.revived(ranks, found)
+            self.note(_describe_revived(ranks, found))
+        else:
+            root = outcome.result.root_cause
+            why = str(outcome.error) if root is None else root.message
+            self.note(f"{format_ranks(ranks)} got no variables from the other ranks: {why}")
+        self._runtime.note(wire.RanksRevived(session=self._key, attempt=self._attempt))
+
     def note(self, text: str) -> None:
         """Say this with the next job whose result the user sees."""
         self._notes.append(text)
@@ -445,8 +483,10 @@ class LiveSession:
             job.options = with_whole_paths(job.options, "metrics_file")
         view = view or (silent if job.internal else self.watch)(job.title, job.backend)
         job.line, job.others, job.private = self._line, self._take, self.detached
-        notes = [] if job.internal else self._notes
         while True:
+            if not job.brief:
+                self._revive()
+            notes = [] if job.internal else self._notes
             # Since the capture, ranks may have been replaced, and their number may have changed.
             job.placement = self.placement
             job.subset = None if job.subset is None else self._chosen(job.subset)
@@ -494,7 +534,7 @@ class LiveSession:
                 if names.lost:
                     self._knowledge.lost({names.rank: names.lost})
             case wire.RanksReplaced(session=self._key, attempt=attempt, world_size=size, backend=backend):
-                self._attempt, self._names = attempt, {}
+                self._attempt, self._names, self._reborn = attempt, {}, {}
                 backend = backend or self.placement.backend
                 self.placement = replace(self.placement, nproc=size, backend=backend)
             case wire.RanksRenumbered(session=self._key):
@@ -516,7 +556,7 @@ class LiveSession:
         failed = self.failed_last
         self.failed_last = next((rank for rank, before in event.kept.items() if before == failed), 0)
         self._knowledge.renumber(self._attempt, event.attempt, event.kept, event.world_size)
-        self._attempt = event.attempt
+        self._attempt, self._reborn = event.attempt, event.reborn
         self.placement = replace(self.placement, nproc=event.world_size)
 
     def _take_owner(self, by: wire.ClientRecord | None) -> None:
@@ -592,6 +632,10 @@ class LiveSession:
     ) -> None:
         """Capture once for all ranks that know the same; raises what `capture` raises."""
         chosen = self._chosen(job.subset)
+        if self._reborn and not self.busy:
+            with self._busy:
+                self._brief = False
+                self._revive()
         # Before what may be large is captured.
         self._refuse_if_held()
         job.captured_for = self._attempt, self._jobs
@@ -828,6 +872,20 @@ def _opened(runtime: Runtime, request: wire.OpenRanks) -> tuple[ClientLine, wire
         line.close()
         raise
     return line, opened
+
+
+def _describe_revived(ranks: Collection[int], found: Revived) -> str:
+    """Return what ranks that were started again have, and what is gone."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in sorted(found.lost.items()):
+        reasons.setdefault(why, []).append(name)
+    gone = [
+        f"{', '.join(names)} had no copy and {'is' if len(names) == 1 else 'are'} gone ({why})"
+        for why, names in reasons.items()
+    ]
+    came = f"{', '.join(found.shown) or 'no variable'} from rank {found.source}"
+    is_back = f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} back: {came}"
+    return "; ".join((is_back, *gone))
 
 
 def _steps_of(name: str) -> list[str]:

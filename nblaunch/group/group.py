@@ -42,6 +42,7 @@ from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState
+from nblaunch.rank.sketches import last_known
 
 _ANSWER_SECONDS = 1.0
 _MEASURE_SECONDS = 2.0  # a busy node reads the memory of all its ranks first
@@ -101,6 +102,10 @@ class WorkerGroup:
         self.job: Job | None = None
         self.names: dict[int, messages.Names] = {}
         """Of a persistent group: the variables that each rank has."""
+        self._names_before: dict[int, messages.Names] = {}
+        """Those before the job."""
+        self.reborn: dict[int, messages.LastKnown] = {}
+        """Ranks that were started again, and have not got variables yet, with what they had."""
         self.listener: GroupListener | None = None
         self.closed = threading.Event()
         self.events = EventLog()
@@ -165,7 +170,7 @@ class WorkerGroup:
         """Submit a job, to be dispatched once all ranks are ready; None only makes them ready."""
 
         def submit() -> None:
-            self.job = job
+            self.job, self._names_before = job, self.names.copy()
             if job is not None:
                 job.logs = self.logs.begin_job(self.attempt)
             self.feed(lifecycle.JobSubmitted(prepare, None if job is None else job.known))
@@ -286,7 +291,7 @@ class WorkerGroup:
             self._go_on(started, kept)
             return
         self.logs.close()
-        self.names = {}
+        self.names, self.reborn = {}, {}
         for host in self._hosts:
             host.begin_attempt()
         self.feed(lifecycle.AttemptStarting(started))
@@ -305,7 +310,18 @@ class WorkerGroup:
         self.feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
 
     def rank_gone(self, exited: messages.Exited) -> None:
+        if self.life.replaces:
+            self._keep_known(exited.rank)
         self.feed(exited)
+
+    def _keep_known(self, rank: int) -> None:
+        """Keep what is known of the variables of a rank that has died; it may get them from others."""
+        if rank in self.reborn:
+            return  # it had none, and what it had before is known
+        at_work = self.life.working_ranks.get(rank)
+        cut_off = at_work is not None and at_work.started is not None and not at_work.state.final
+        names = self._names_before if cut_off else self.names
+        self.reborn[rank] = last_known(rank, {r: each for r, each in names.items() if r not in self.reborn})
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Release those of these ranks that have failed: none is still at work."""

@@ -80,6 +80,7 @@ _NOTICE_SECONDS = 2.0
 _SETTLE_SECONDS = 0.1
 # Only a rank that holds its interpreter does not answer.
 _LEFT_OPEN_SECONDS = 2.0
+STARTED_AGAIN = "rank {} is started again; the other ranks keep their variables"
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (messages.Hello, messages.Entered, messages.AttemptStarted)
@@ -653,8 +654,11 @@ class _Step(Machine[GroupState, Action]):
             saving=RankSet(),
         )
         if message.number > 0 and self.state.persistent:
-            size = self.state.members.world_size, message.world_size
-            self.note(RESTARTED if kept is None else _describe_regroup(kept, *size))
+            same = kept is not None and all(rank == before for rank, before in kept.items())
+            if (
+                not same or message.world_size != self.state.members.world_size
+            ):  # else it was told at the death
+                self.note(RESTARTED if kept is None else _describe_regroup(kept, message.world_size))
         job = self.state.working
         # Its ranks are gone, with all the variables it could use, or it was captured for other ranks.
         gone = job is not None and (job.dispatched or kept is not None or job.lacks(message.world_size))
@@ -1014,6 +1018,8 @@ class _Step(Machine[GroupState, Action]):
             self.set(lost=RankSet(), regroups=False)
             return exited
         self.set(lost=lost, regroups=True)
+        if at_work:
+            self.note(STARTED_AGAIN.format(exited.rank))
         if state.recovery.busy:
             self.begin_recovery()
         # A job that waits for its ranks was never this one's.
@@ -1158,12 +1164,8 @@ _HEARD: Mapping[type, Callable[[_Step, Any], None]] = {
 """Handlers of messages of ranks, which are also folded."""
 
 
-def _describe_regroup(kept: Mapping[int, int], before: int, world_size: int) -> str:
+def _describe_regroup(kept: Mapping[int, int], world_size: int) -> str:
     """Describe which ranks were kept, which have a new number, and which are new."""
-    if before == world_size and all(rank == number for rank, number in kept.items()):
-        again = [rank for rank in range(world_size) if rank not in kept]
-        was = "was" if len(again) == 1 else "were"
-        return f"{format_ranks(again)} {was} started again; variables kept: {format_ranks(kept)}"
     others = {rank: before for rank, before in kept.items() if rank != before}
     new = [rank for rank in range(world_size) if rank not in kept]
     parts = [

@@ -326,6 +326,8 @@ class Opened(AnswerToClient, frozen=True):
     """Of a session to which the client attaches; so is what follows."""
     names: tuple[messages.Names, ...] = ()
     """The variables that its ranks have."""
+    reborn: dict[int, messages.LastKnown] = {}
+    """Ranks that were started again, and have not got variables from others; with what they had."""
     held_by: ClientRecord | None = None
     """Another client, the owner: this one watches."""
     watches_only: str = ""
@@ -570,7 +572,14 @@ class DismissSession(_Note, frozen=True):
     session: str
 
 
-ClientNote = ReleaseJob | DismissSession
+class RanksRevived(_Note, frozen=True):
+    """Ranks of a session that were started again have got the variables that others have for them."""
+
+    session: str
+    attempt: int
+
+
+ClientNote = ReleaseJob | DismissSession | RanksRevived
 
 
 # Events; `Noticed` is text for the user of a run, which is printed: how other nodes join.
@@ -632,6 +641,8 @@ class RanksRenumbered(_Unasked, frozen=True):
     attempt: int
     world_size: int
     kept: dict[int, int]
+    reborn: dict[int, messages.LastKnown] = {}
+    """Those of the others that were started again, and have not got variables from other ranks."""
 
 
 class SessionEnded(_Unasked, frozen=True):

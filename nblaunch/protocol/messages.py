@@ -487,6 +487,36 @@ class Names(_OfRank, frozen=True):
     names: tuple[str, ...]
     rebound: tuple[str, ...] = ()
     lost: tuple[int, ...] = ()
+    sketches: tuple[int, ...] = ()
+    """Those of the variables, in their order (`nblaunch.rank.sketches`); empty where there is one rank."""
+
+
+class LastKnown(msgspec.Struct, frozen=True):
+    """The variables of a rank that has died, as all ranks had them before the job in which it did.
+
+    `equal` were the same on all ranks, `alike` as far as was seen; the `others` were not, or it is not known.
+    """
+
+    equal: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    """Variables of other ranks that it did not have."""
+
+
+class Revived(msgspec.Struct, frozen=True):
+    """The variables that ranks that were started again have got from rank `source`.
+
+    `keys` are those of the notebook's objects that came along; `beside` names what is no variable. The names
+    that are `shown` are not imported ones.
+    """
+
+    source: int
+    names: tuple[str, ...]
+    shown: tuple[str, ...]
+    lost: dict[str, str]
+    keys: tuple[int, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 class Arrived(_OfRank, frozen=True):

@@ -52,8 +52,10 @@ Modules, each after those that it imports:
     shell            the IPython shell: cells, displays, progress bars, completion
     failure          an exception as a record, with the user's frames only
     namespace        the rank's variables: its own, the notebook's, and which of the two counts
+    sketches         short numbers that tell later whether all ranks had a variable alike
     sharded          what of a save belongs to process groups: meshes, DTensors, models of FSDP2
     saving           the rank's part in saving a session's variables, and in loading them
+    revival          variables for ranks that were started again, from the others
     waits            the operation in which the rank waits for others
     stacks           where the main thread is; frees a collective that it is stuck in
     control          the control thread: inbox, outbox, interrupts

@@ -25,6 +25,7 @@ import inspect
 import json
 import os
 import platform
+import queue
 import sys
 import time
 import traceback
@@ -63,12 +64,15 @@ from nblaunch.rank.control import Link
 from nblaunch.rank.isolate import isolate, keep_files_in, note_own_children
 from nblaunch.rank.modules import OwnModules
 from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
+from nblaunch.rank.sketches import Sketches
 
 _ERROR_CHARACTERS = 2000
 # How long a failed job waits for numbers that a GPU still computes: its stream may be stuck.
 _SETTLE_SECONDS = 1.0
 # Most ends are over by then: shown at once, they would only flicker.
 _MOMENT_SECONDS = 0.2
+# How long a rank has been without orders when it looks at its variables, one after the other.
+_IDLE_SECONDS = 0.25
 _RESUME = (
     "import json, os, sys; given = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
     "sys.path[:] = given['path']; from nblaunch.rank.main import resume; resume(given['orders'])"
@@ -122,6 +126,13 @@ def exec_new_python(orders: dict[str, Any], directory: str, environ: Mapping[str
     os.execve(command[0], [*command, "-c", _RESUME, str(file)], environ)  # noqa: S606 - our own interpreter
 
 
+def _pickler(*arguments: Any, **keywords: Any) -> Any:
+    # Not before: what a rank never has the time for costs nothing.
+    from nblaunch.rank import revival
+
+    return revival.pickler(*arguments, **keywords)
+
+
 class Rank:
     """One rank: the process that this object lives in."""
 
@@ -138,8 +149,12 @@ class Rank:
         self.titles: dict[str, str] = {}
         self._outgoing = contextlib.ExitStack()
         """The last job's value and profile: the notebook has them once the next job is dispatched."""
-        self.variables = Variables(kept=orders.keep)
+        self.variables = Variables(kept=orders.keep, directory=self._spill())
         self._last_names = messages.Names(rank=-1, names=())
+        self._rebound: tuple[str, ...] = ()
+        self.sketches = Sketches(_pickler)
+        self._began = 0.0
+        """When the job began (monotonic)."""
         self._names_reported = False
         """Whether the job that runs has reported the rank's variables."""
         self.dead_variables = DeadVariables()
@@ -175,12 +190,17 @@ class Rank:
             )
         )
 
+    @property
+    def _several(self) -> bool:
+        """Whether other ranks may have the same variables."""
+        return int(os.environ["WORLD_SIZE"]) > 1
+
     def live(self) -> int:
         exitcode, abort = 1, False
         try:
             while True:
                 try:
-                    match self.link.inbox.get():
+                    match self._next_order():
                         case messages.Prepare() as prepare:
                             self._guarded(functools.partial(self._prepare, prepare))
                         case messages.Dispatch() as dispatch:
@@ -199,6 +219,19 @@ class Rank:
                         raise
         finally:
             self._leave(exitcode, abort=abort)
+
+    def _next_order(self) -> object:
+        """Wait for the next order; until it comes, sketch variables."""
+        seconds = 0.0 if self.sketches.hurries else _IDLE_SECONDS
+        while self.sketches.waits:
+            busy = process_group.is_busy(self.device)
+            try:
+                return self.link.inbox.get(timeout=_IDLE_SECONDS if busy else seconds)
+            except queue.Empty:
+                seconds = 0.0 if self.sketches.hurries or seconds else _IDLE_SECONDS
+            if not busy and self.sketches.go_on(self.variables.to_save()):
+                self._send_names(())
+        return self.link.inbox.get()
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Do one step; what it raises becomes this rank's failure."""
@@ -341,7 +374,7 @@ class Rank:
 
     def _begin(self, dispatch: messages.Dispatch) -> None:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
-        self.phase, self.raised = messages.Phase.JOB, None
+        self.phase, self.raised, self._began = messages.Phase.JOB, None, time.monotonic()
         self._unsaved = self._unsaved or not dispatch.query
         # A query reports nothing: objects that the notebook refers to at this moment stay.
         self._names_reported, self._internal = dispatch.query, dispatch.internal
@@ -576,8 +609,15 @@ class Rank:
             return
         self._names_reported = True
         self.modules.note_loaded()
-        rebound, lost = self.variables.settle()
-        known = messages.Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
+        self._rebound, lost = self.variables.settle()
+        if self._several:
+            self.sketches.begin(self.variables.to_save(), time.monotonic() - self._began)
+        self._send_names(lost)
+
+    def _send_names(self, lost: tuple[int, ...]) -> None:
+        names = self.variables.names()
+        sketches = self.sketches.of(names) if self._several else ()
+        known = messages.Names(rank=self.rank, names=names, rebound=self._rebound, sketches=sketches)
         if known != self._last_names or lost:
             self._last_names = known
             self.link.send(msgspec.structs.replace(known, lost=lost))

@@ -13,6 +13,7 @@ import weakref
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,10 +47,14 @@ class Variables:
     replaced by the next one that comes under its name. An arrival changes nothing else.
     """
 
-    def __init__(self, *, kept: bool) -> None:
-        """`kept` is true for a session's rank: only then are variables its own."""
+    def __init__(self, *, kept: bool, directory: Path) -> None:
+        """`kept` is true for a session's rank: only then are variables its own.
+
+        `directory` is private, for what memory has no room for.
+        """
         global here
         here = self
+        self.directory = directory
         self._kept = kept
         self._objects = ObjectTable()
         self._came: dict[str, object] = {
@@ -176,6 +181,24 @@ class Variables:
         shell.namespace().update(values)
         self._received.update(values)
         self._came.update({name: value if name in notebooks else _REBOUND for name, value in values.items()})
+
+    def keys_of(self, addresses: Mapping[int, tuple[int, Any]]) -> dict[int, int]:
+        """Return the keys of the notebook's objects, by other keys that came by address, with the object."""
+        found = {place: self._objects.key_of(obj) for place, obj in addresses.values()}
+        return {place: key for place, key in found.items() if key is not None}
+
+    def came(self, names: Collection[str]) -> list[str]:
+        """Return which of these variables came from the notebook, and were not bound again since."""
+        return [name for name in names if name in self._came and not self._is_own(name)]
+
+    def revived(
+        self, values: Mapping[str, object], came: Collection[str], objects: Mapping[int, Any]
+    ) -> None:
+        """Take variables from another rank, and objects of the notebook, by their keys."""
+        self.restored(values, came)
+        for key, obj in objects.items():
+            self._objects.add(obj, key)
+        self._between_jobs = self._objects.alive()
 
 
 class Arrival:

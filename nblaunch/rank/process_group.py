@@ -285,6 +285,11 @@ def check_context(device: torch.device, *, wait: bool = True) -> None:
         raise UnusableError(found)
 
 
+def is_busy(device: torch.device) -> bool:
+    """Return whether the GPU has work of this rank's: a copy from it would wait for that."""
+    return device.type == "cuda" and torch.cuda.is_initialized() and not _query(device)
+
+
 def gpu_is_done() -> bool:
     """Whether this rank's GPU has ended all work that it was given; waits a moment for that."""
     known = _device.type == "cuda" and torch.cuda.is_initialized()

@@ -59,11 +59,15 @@ SOURCES, NOTEBOOKS = "sources of functions", "code of the notebook"
 """What is saved beside the variables. No variable has such a name, nor "random state of Python"."""
 
 
-class _Meeting:
-    """The ranks of a save or a load, which compare what they have."""
+class Meeting:
+    """Ranks that save or load, and compare what they have."""
 
-    def __init__(self, token: str, seconds: float = float("inf")) -> None:
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    def __init__(
+        self, token: str, seconds: float = float("inf"), *, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Compare with these ranks, by default with all."""
+        self.rank, self.world_size = numbers()
+        self.ranks = range(self.world_size) if ranks is None else ranks
         self._attempt = process_group.attempt()
         self._store = process_group.own_store(f"save {token}")
         self._step = 0
@@ -74,7 +78,7 @@ class _Meeting:
         self._step += 1
         self._store.set(f"{self._step}/{self.rank}", json.dumps(own))
         told = []
-        for rank in range(self.world_size):
+        for rank in self.ranks:
             seconds = _POLL_SECONDS
             while not self._store.check([f"{self._step}/{rank}"]):
                 if self._store.check([f"failed/{rank}"]):
@@ -116,10 +120,10 @@ class _ClassNames:
         return self._names[kind]
 
 
-class _Pickler(pickling.Outbound):
+class Pickler(pickling.Outbound):
     """Functions read their globals in the rank's namespace, and bring none: variables are saved by name."""
 
-    def __init__(self, *arguments: Any, stream: _SaveStream, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, stream: SaveStream, **keywords: Any) -> None:
         super().__init__(*arguments, namespace=None, known=None, **keywords)
         self._stream = stream
         self._known_keys = stream.keys
@@ -162,7 +166,7 @@ class _Pickler(pickling.Outbound):
     def _name_of(self, obj: type) -> str:
         def dump(kind: type) -> bytes:
             file = io.BytesIO()
-            _Pickler(file, protocol=5, stream=self._stream.alone()).dump(kind)
+            Pickler(file, protocol=5, stream=self._stream.alone()).dump(kind)
             return file.getvalue()
 
         return self._stream.classes.of(obj, dump)
@@ -178,6 +182,8 @@ def _environ() -> Any:
 
 
 Data = memoryview | tensors.Far
+Packed = tuple[str, int, bytes, int]
+"""A variable's name, the key of its first object, its pickle, and the number of its buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,18 +203,22 @@ class _VariablePickle:
     def size(self) -> int:
         return len(self.stream) + sum(each.nbytes for each in self.buffers)
 
+    def packed(self, name: str) -> Packed:
+        return name, self.first_key, self.stream, len(self.buffers)
 
-class _SaveStream:
+
+class SaveStream:
     """Variables, one after the other, with the keys of their objects."""
 
     def __init__(
         self,
         met: sharded.GroupObjects,
-        classes: _ClassNames,
-        lines: dict[str, set[int]],
+        classes: _ClassNames | None = None,
+        lines: dict[str, set[int]] | None = None,
         first: Sequence[Any] = (),
     ) -> None:
-        self.met, self.classes, self.lines = met, classes, lines
+        self.met, self.classes = met, classes or _ClassNames()
+        self.lines = {} if lines is None else lines
         """Of the process groups; names of classes; the lines of functions, by file."""
         self.keys: dict[int, tuple[int, Any]] = {}
         """Keys and objects by address: 0 is the namespace."""
@@ -217,16 +227,16 @@ class _SaveStream:
         self._first = first
         self.found: dict[str, _VariablePickle] = {}
 
-    def alone(self) -> _SaveStream:
+    def alone(self) -> SaveStream:
         """Return one for a part that is pickled by itself."""
-        return _SaveStream(self.met, self.classes, self.lines)
+        return SaveStream(self.met, self.classes, self.lines)
 
     def add(self, name: str, value: Any) -> None:
         """Add a variable. Raises whatever its objects raise, and `arrays.OverlapError`."""
         shards = len(self.met.shards)
         there = (lambda: self._memories) if self._memories else tuple
         storages = arrays.WholeMemories(self._key_of, there, self._first)
-        packed = pickling.pack_once(value, functools.partial(_Pickler, stream=self), storages)
+        packed = pickling.pack_once(value, functools.partial(Pickler, stream=self), storages)
         lengths = [each.nbytes for each in packed.buffers]
         self.found[name] = _VariablePickle(
             bytes(packed.stream),
@@ -248,7 +258,7 @@ class _SaveStream:
         return None if known is None else known[0]
 
 
-def _filled(make: Callable[[Sequence[Any]], _SaveStream], fill: Callable[[_SaveStream], None]) -> _SaveStream:
+def _filled(make: Callable[[Sequence[Any]], SaveStream], fill: Callable[[SaveStream], None]) -> SaveStream:
     """Return a filled stream; made once more where a part of an array's memory came before the whole."""
     first: list[Any] = []
     while True:
@@ -266,16 +276,8 @@ def _filled(make: Callable[[Sequence[Any]], _SaveStream], fill: Callable[[_SaveS
 
 def _surroundings(variables: namespace.Variables) -> dict[str, Any]:
     """Return what comes along beside the variables."""
-    cudnn = torch.backends.cudnn
     found = {name: get() for name, get, _ in _random_states()}
-    found[SETTINGS] = {
-        "grad": torch.is_grad_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "cudnn": (cudnn.benchmark, cudnn.deterministic),
-    }
+    found[SETTINGS] = _settings()
     found[ENVIRONMENT] = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -285,11 +287,24 @@ def _surroundings(variables: namespace.Variables) -> dict[str, Any]:
     return found
 
 
-def _restore_surroundings(values: Mapping[str, Any], env: Collection[str]) -> None:
+def _settings() -> dict[str, Any]:
+    cudnn = torch.backends.cudnn
+    return {
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "cudnn": (cudnn.benchmark, cudnn.deterministic),
+    }
+
+
+def restore_surroundings(values: Mapping[str, Any], env: Collection[str]) -> None:
     saved_ones: Mapping[str, str] = values.get(ENVIRONMENT, {})
     os.environ.update({name: value for name, value in saved_ones.items() if name not in env})
     shell.remember_sources(values.get(SOURCES, {}))
-    if settings := values.get(SETTINGS):
+    settings = values.get(SETTINGS)
+    if settings and settings != _settings():  # torch imports its compiler to set some of these
         torch.set_grad_enabled(settings["grad"])
         torch.set_default_dtype(settings["dtype"])
         torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn only"])
@@ -328,10 +343,13 @@ class _Examined:
     detached: bool = False
 
 
-class _Save:
+class Save:
     """One save on this rank: what is there, of which kind, and the pickles."""
 
-    def __init__(self, meeting: _Meeting, variables: namespace.Variables) -> None:
+    def __init__(
+        self, meeting: Meeting, variables: namespace.Variables, only: Collection[str] | None = None
+    ) -> None:
+        """Find and pickle all; with `only`, of these what is equal."""
         self._meeting = meeting
         self._classes = _ClassNames()
         self._hashes: dict[tuple[int, int], bytes] = {}
@@ -339,7 +357,9 @@ class _Save:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what cells have queued, on whichever stream
         sharded.reshard()
-        self.values = {**variables.to_save(), **_surroundings(variables)}
+        there = variables.to_save()
+        kept = there if only is None else {name: there[name] for name in there.keys() & set(only)}
+        self.values = {**kept, **_surroundings(variables)}
         self.examined = {name: self._examine(name) for name in sorted(self.values)}
         self.values[SOURCES] = shell.sources_of(self._lines)
         self.examined[SOURCES] = self._examine(SOURCES)
@@ -347,12 +367,14 @@ class _Save:
         self.leaves: set[str] = set()
         self.keys: list[sharded.Key] = []
         self.kinds = self._kinds()
+        if only is not None:
+            self.kinds = {name: kind for name, kind in self.kinds.items() if kind == "equal"}
         while not self._pickle():
             pass
 
-    def _new_stream(self, first: Sequence[Any] = ()) -> _SaveStream:
+    def _new_stream(self, first: Sequence[Any] = ()) -> SaveStream:
         met = sharded.GroupObjects(self._meeting.rank, self._meeting.world_size, own_device())
-        return _SaveStream(met, self._classes, self._lines, first)
+        return SaveStream(met, self._classes, self._lines, first)
 
     def _examine(self, name: str) -> _Examined:
         value = self.values[name]
@@ -374,7 +396,7 @@ class _Save:
         culprit = None
         with contextlib.suppress(Exception):
             stream = self._new_stream()
-            culprit = find_culprit({name: value}, error, _Pickler, seconds=_SEARCH_SECONDS, stream=stream)
+            culprit = find_culprit({name: value}, error, Pickler, seconds=_SEARCH_SECONDS, stream=stream)
         if culprit is None or culprit.path == name:
             return f"{type_name(value)}: {reason_of(error)}"
         return f"{culprit.path}, {culprit.type_name}: {culprit.reason}"
@@ -406,7 +428,7 @@ class _Save:
             }
         )
         everywhere = set.intersection(*map(set, told))
-        for rank, each in enumerate(told):
+        for rank, each in zip(self._meeting.ranks, told, strict=True):
             self.leaves |= {name for name, (*_, detached) in each.items() if detached}
             for name, (why_not, *_) in each.items():
                 if why_not:
@@ -431,7 +453,7 @@ class _Save:
         failed: dict[str, str] = {}
         self.equal: dict[str, _VariablePickle] = {}
 
-        def fill(stream: _SaveStream) -> None:
+        def fill(stream: SaveStream) -> None:
             failed.clear()
             for name in self._names(own=False):
                 self._add(stream, name, failed)
@@ -444,12 +466,13 @@ class _Save:
                 self._add(stream, name, failed)
 
         stream = _filled(self._new_stream, fill)
+        self.stream = stream
         self.own = {name: each for name, each in stream.found.items() if name not in self.equal}
         self.shards = stream.met.shards
         # Together, a variable may bring more than alone: the whole of a memory of which others show a part.
         digests = {name: f"{each.digest} {self._whole(each.buffers)}" for name, each in self.equal.items()}
         told = self._meeting.tell([failed, digests, list(stream.met.made)])
-        for rank, (why_not, *_) in enumerate(told):
+        for rank, (why_not, *_) in zip(self._meeting.ranks, told, strict=True):
             for name, why in why_not.items():
                 self.left_out.setdefault(name, f"rank {rank}: {why}")
                 self.kinds.pop(name, None)
@@ -466,7 +489,7 @@ class _Save:
     def _names(self, *, own: bool) -> list[str]:
         return [name for name, kind in self.kinds.items() if (kind == "own") == own and name in self.values]
 
-    def _add(self, stream: _SaveStream, name: str, failed: dict[str, str]) -> None:
+    def _add(self, stream: SaveStream, name: str, failed: dict[str, str]) -> None:
         try:
             stream.add(name, self.values[name])
         except arrays.OverlapError:
@@ -504,6 +527,11 @@ class _Save:
             tuple(self.values[ENVIRONMENT]),
             tuple(jobs),
         )
+
+
+def numbers() -> tuple[int, int]:
+    """Return the number of this rank, and of all ranks."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def own_device() -> torch.device:
@@ -548,7 +576,7 @@ def save(  # noqa: PLR0913 - what a save is, and who waits for it
     """
     global _writing, _told
     _told = _told and by_itself
-    meeting = _Meeting(token, seconds)
+    meeting = Meeting(token, seconds)
     with meeting.together():
         if any(meeting.tell(_writing is not None and _writing.is_alive())):
             if by_itself:
@@ -556,7 +584,7 @@ def save(  # noqa: PLR0913 - what a save is, and who waits for it
             msg = "the last save is still being written"
             raise NblaunchError(msg)
         assert namespace.here is not None  # noqa: S101 - a session's rank
-        made = _Save(meeting, namespace.here)
+        made = Save(meeting, namespace.here)
         if made.left_out and strict:
             msg = "\n".join(f"{name} cannot be saved: {why}" for name, why in made.left_out.items())
             raise NblaunchError(msg)
@@ -586,7 +614,7 @@ def save_if_preempted(path: str) -> None:
         token = f"preempted {next(numbers)}"
         if process_group.attempt() != attempt:
             return
-        if not any(_Meeting(f"{token} cut off", seconds / 4).tell(preempt.cut_off)):
+        if not any(Meeting(f"{token} cut off", seconds / 4).tell(preempt.cut_off)):
             save(path, token, (), by_itself=True, seconds=seconds / 4)
 
     preempt.add(save_by_itself)
@@ -595,7 +623,7 @@ def save_if_preempted(path: str) -> None:
 class _Writing:
     """What a rank writes: its own variables, and its part of the equal ones and of the shards."""
 
-    def __init__(self, meeting: _Meeting, made: _Save, directory: Path, *, copied: bool) -> None:
+    def __init__(self, meeting: Meeting, made: Save, directory: Path, *, copied: bool) -> None:
         self._meeting, self._directory = meeting, directory
         rank, ends = meeting.rank, [0] * meeting.world_size
         copy: Callable[[Data], Any] = _copy if copied else _same
@@ -612,10 +640,7 @@ class _Writing:
             ]
             self._files[name] = pickle.dumps(
                 {
-                    "variables": [
-                        (each, found.first_key, found.stream, len(found.buffers))
-                        for each, found in pickled.items()
-                    ],
+                    "variables": [found.packed(each) for each, found in pickled.items()],
                     "places": where,
                     "groups": made.keys,
                 }
@@ -626,7 +651,7 @@ class _Writing:
             sharded.Shards(rank, made.shards, _cloned if copied else _same) if made.shards else None
         )
 
-    def sizes(self, made: _Save) -> dict[str, int]:
+    def sizes(self, made: Save) -> dict[str, int]:
         """Return the bytes of each variable that this rank writes; equal ones are the first rank's."""
         first = self._meeting.rank == 0
         found = {name: each.size for name, each in made.own.items()}
@@ -742,7 +767,7 @@ def restore(
 
     `classes` are names of classes that the notebook has, `env` of environment variables that it has given.
     """
-    meeting = _Meeting(token)
+    meeting = Meeting(token)
     with meeting.together():
         manifest = saved.open_saved(path)
         load = _Loading(meeting, manifest)
@@ -758,8 +783,8 @@ def restore(
         assert namespace.here is not None  # noqa: S101 - a session's rank
         namespace.here.restored(kept, frozenset(beside.get(NOTEBOOKS, ())))
         pickling.keep_as_own(classes)
-        _restore_surroundings(beside, env)
-        told = meeting.tell([name for name, value in kept.items() if not _is_imported(value)])
+        restore_surroundings(beside, env)
+        told = meeting.tell([name for name, value in kept.items() if not is_imported(value)])
     return sorted(set().union(*told)), lost
 
 
@@ -768,30 +793,65 @@ def is_beside(name: str) -> bool:
     return not name.isidentifier()
 
 
-def _is_imported(value: object) -> bool:
+def is_imported(value: object) -> bool:
     if isinstance(value, types.ModuleType | types.BuiltinFunctionType):
         return True
     return isinstance(value, type | types.FunctionType) and not is_by_value(value)
 
 
-class _Loading:
-    """What a rank loads; its variables are whole once it is finished."""
+class Loaded:
+    """Variables that have been unpickled, by name, and those that were lost, with the reason."""
 
-    def __init__(self, meeting: _Meeting, manifest: saved.SavedSession) -> None:
-        self._directory, self._meeting = Path(manifest.path), meeting
+    def __init__(self, meeting: Meeting) -> None:
         self.values: dict[str, Any] = {}
         self.lost: dict[str, str] = {}
-        self._objects: dict[int, Any] = {}
-        self._met = sharded.loading = sharded.GroupObjects(meeting.rank, meeting.world_size, own_device())
+        self.objects: dict[int, Any] = {}
+        """By their keys in the save."""
+        self._met = sharded.GroupObjects(meeting.rank, meeting.world_size, own_device())
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Have objects of process groups find these within the block."""
+        sharded.loading = self._met
         try:
+            yield
+        finally:
+            sharded.loading = None
+
+    def take(self, variables: Iterable[Packed], buffers: Iterator[memoryview]) -> None:
+        """Unpickle variables, each by itself."""
+        for name, first_key, stream, count in variables:
+            parts = [memoryview(stream), *itertools.islice(buffers, count)]
+            try:
+                loaded = pickling.loads_known(
+                    parts, str(self._met.device), self._found, lambda _: None, pushed=False
+                )
+            except Exception as error:  # noqa: BLE001 - whatever the objects raise
+                self.lost[name] = reason_of(error)
+            else:
+                self.values[name] = loaded.value
+                self.objects |= {first_key + place: obj for place, obj in loaded.places().items()}
+
+    def _found(self, key: int) -> Any:
+        if key not in self.objects:
+            msg = "it has an object of a variable that could not be loaded"
+            raise pickle.UnpicklingError(msg)
+        return self.objects[key]
+
+
+class _Loading(Loaded):
+    """What a rank loads; its variables are whole once it is finished."""
+
+    def __init__(self, meeting: Meeting, manifest: saved.SavedSession) -> None:
+        super().__init__(meeting)
+        self._directory, self._meeting = Path(manifest.path), meeting
+        with self.loading():
             equal = self._read("equal")
             if dist.is_initialized():
                 self._met.make(equal["groups"], manifest.world_size)
             self._take(equal)
             if manifest.world_size == meeting.world_size:
                 self._take(self._read(f"rank-{meeting.rank}"))
-        finally:
-            sharded.loading = None
 
     def finish(self, lost: Collection[str]) -> None:
         """Fill shards and wrap models, but for what another rank has lost."""
@@ -810,25 +870,7 @@ class _Loading:
         return pickle.loads(content)  # noqa: S301 - the user's own, see `saved.open_saved`
 
     def _take(self, content: Mapping[str, Any]) -> None:
-        """Unpickle variables, each by itself."""
-        places = iter(content["places"])
-        for name, first_key, stream, count in content["variables"]:
-            parts = [memoryview(stream), *(self._buffer(*next(places)) for _ in range(count))]
-            try:
-                loaded = pickling.loads_known(
-                    parts, str(self._met.device), self._found, lambda _: None, pushed=False
-                )
-            except Exception as error:  # noqa: BLE001 - whatever the objects raise
-                self.lost[name] = reason_of(error)
-            else:
-                self.values[name] = loaded.value
-                self._objects |= {first_key + place: obj for place, obj in loaded.places().items()}
-
-    def _found(self, key: int) -> Any:
-        if key not in self._objects:
-            msg = "it has an object of a variable that could not be loaded"
-            raise pickle.UnpicklingError(msg)
-        return self._objects[key]
+        self.take(content["variables"], (self._buffer(*each) for each in content["places"]))
 
     def _buffer(self, rank: int, offset: int, size: int) -> memoryview:
         """Return a part of a file in memory that can be written to."""

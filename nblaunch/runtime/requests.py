@@ -152,6 +152,10 @@ class RequestHandler:
     def note(self, note: wire.ClientNote) -> None:
         if isinstance(note, wire.ReleaseJob):
             self._results_gone(note.job, note.pid, 1)
+        elif isinstance(note, wire.RanksRevived):
+            revived = self.sessions.get(note.session)
+            if revived is not None and revived.group.attempt == note.attempt:
+                revived.group.reborn = {}
         elif self._fresh.pop(note.session, None) is not None:
             pass  # a run that was not begun
         elif (session := self.sessions.pop(note.session, None)) is not None:
@@ -530,6 +534,7 @@ class RequestHandler:
                 attempt=session.group.attempt,
                 options=session.options,
                 names=tuple(session.group.names.values()),
+                reborn=session.group.reborn,
                 held_by=held_by,
                 watches_only=connection.why_it_only_watches(session.name),
             )

@@ -259,7 +259,12 @@ class RuntimeSession:
     def ranks_renumbered(self, attempt: int, kept: Mapping[int, int]) -> None:
         size = self.group.state.world_size
         self.placement = replace(self.placement, nproc=size)
-        self._tell(wire.RanksRenumbered(session=self.key, attempt=attempt, world_size=size, kept=dict(kept)))
+        reborn = self.group.reborn
+        self._tell(
+            wire.RanksRenumbered(
+                session=self.key, attempt=attempt, world_size=size, kept=dict(kept), reborn=reborn
+            )
+        )
 
     def group_closed(self) -> None:
         self._tell(wire.SessionEnded(session=self.key, why=self.group.why_closed))

@@ -1,0 +1,127 @@
+"""A rank's part in giving variables back to ranks that were started again. Imported when it is asked for.
+
+A variable comes from another rank where it was alike on all ranks, as far as is known (`sketches`), and has
+the same pickle on all that still have it. The pickles are those of a save, and travel in memory: all of these
+ranks are on one machine. Objects that the notebook has sent keep their keys, so what refers to them later
+leads to what has come. What had no copy is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from nblaunch.capture import arrays, pickling, shared_memory
+from nblaunch.protocol.messages import LastKnown, Payload, Revived
+from nblaunch.rank import namespace, saving, sharded
+
+_OWN = "it was not the same on all ranks"
+_UNKNOWN = "one other rank has it, and whether theirs were the same is not known"
+_NEW = "nothing is known of it before the job that was cut off"
+_DIFFERS = "it is not the same on the ranks that have it"
+
+
+def pickler(file: Any, *, buffers: list[Any]) -> Any:
+    """Return what pickles one variable as a save does; large buffers are appended to `buffers`."""
+    stream = saving.SaveStream(sharded.GroupObjects(*saving.numbers(), saving.own_device()))
+    storages = arrays.WholeMemories()
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        deferred = storages.deferred(buffer)
+        buffers.append(buffer.raw() if deferred is None else deferred())
+        return False
+
+    return saving.Pickler(file, protocol=5, buffer_callback=keep_inside, storages=storages, stream=stream)
+
+
+def revive(token: str, reborn: Mapping[int, LastKnown]) -> Revived | None:
+    """Bring the variables of ranks that were started again. All ranks call it; one that has sent answers.
+
+    `reborn` maps them to what they had.
+    """
+    meeting = saving.Meeting(token)
+    sources = [rank for rank in meeting.ranks if rank not in reborn]
+    with meeting.together():
+        if meeting.rank in reborn:
+            payload = msgspec.json.decode(meeting.tell("")[sources[0]], type=Payload)
+            meeting.tell(_take(meeting, payload, reborn[meeting.rank]))
+            return None
+        sent = _Sent(saving.Meeting(f"{token} sources", ranks=sources), reborn)
+        first = meeting.rank == sources[0]
+        with contextlib.ExitStack() as held:
+            payload = held.enter_context(sent.put()).payload if first else Payload(sizes=())
+            meeting.tell(msgspec.json.encode(payload).decode())
+            lost = meeting.tell({})
+    return sent.report(lost) if first else None
+
+
+def _candidates(known: LastKnown, sources: int) -> dict[str, str]:
+    """Return what a rank had, with why it cannot have it from others; "" if it can."""
+    alike = "" if sources > 1 else _UNKNOWN
+    return (
+        dict.fromkeys(known.equal, "") | dict.fromkeys(known.alike, alike) | dict.fromkeys(known.others, _OWN)
+    )
+
+
+class _Sent:
+    """What a rank sends to those that were started again."""
+
+    def __init__(self, meeting: saving.Meeting, reborn: Mapping[int, LastKnown]) -> None:
+        assert namespace.here is not None  # noqa: S101 - a session's rank
+        here = namespace.here
+        had = [_candidates(each, len(meeting.ranks)) for each in reborn.values()]
+        wanted = {name for each in had for name, why in each.items() if not why}
+        self._rank = meeting.rank
+        made = saving.Save(meeting, here, wanted)
+        self._lost = {name: why for each in had for name, why in each.items() if why}
+        self._lost |= dict.fromkeys(wanted - made.equal.keys(), _DIFFERS) | made.left_out
+        old = set().union(*had, *(each.never for each in reborn.values()))
+        self._lost |= dict.fromkeys(set(here.names()) - old, _NEW)
+        self._names = tuple(each for each in made.equal if not saving.is_beside(each))
+        self._shown = {each for each in self._names if not saving.is_imported(made.values[each])}
+        self._beside = tuple(each for each in made.equal if saving.is_beside(each))
+        self._keys = here.keys_of(made.stream.keys)
+        content = {
+            "variables": [each.packed(name) for name, each in made.equal.items()],
+            "keys": self._keys,
+            "came": here.came(self._names),
+        }
+        buffers = tuple(buffer for each in made.equal.values() for buffer in each.buffers)
+        self._packed = pickling.Packed(memoryview(pickle.dumps(content)), buffers)
+        self._directory = here.directory
+
+    def put(self) -> shared_memory.Outgoing:
+        """Hold it where the others can map it."""
+        return shared_memory.put(self._packed, lambda: self._directory)
+
+    def report(self, lost: Sequence[Mapping[str, str]]) -> Revived:
+        gone = {name: why for each in lost for name, why in each.items()}
+        return Revived(
+            source=self._rank,
+            names=tuple(each for each in self._names if each not in gone),
+            shown=tuple(each for each in self._names if each in self._shown - gone.keys()),
+            lost=self._lost | gone,
+            keys=tuple(self._keys.values()),
+            beside=self._beside,
+        )
+
+
+def _take(meeting: saving.Meeting, payload: Payload, known: LastKnown) -> dict[str, str]:
+    """Take variables that have come; return those that are lost, with the reason."""
+    assert namespace.here is not None  # noqa: S101 - a session's rank
+    here, parts = namespace.here, shared_memory.get(payload, private=True)
+    content = pickle.loads(parts[0])  # noqa: S301 - from a rank of this session
+    loaded = saving.Loaded(meeting)
+    with loaded.loading():
+        loaded.take(content["variables"], iter(parts[1:]))
+    own = _candidates(known, meeting.world_size)
+    beside = {name: value for name, value in loaded.values.items() if saving.is_beside(name)}
+    kept = {name: value for name, value in loaded.values.items() if name not in beside and not own.get(name)}
+    there = {key: loaded.objects[place] for place, key in content["keys"].items() if place in loaded.objects}
+    here.revived(kept, content["came"], there)
+    saving.restore_surroundings(beside, frozenset())
+    return loaded.lost
