@@ -143,10 +143,14 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
                 reduced = _named_class(reduced, name)
         return reduced
 
+    def parts_of(self, tensor: Any) -> tuple[Any, Any, Any] | None:
+        """Return what comes along with a tensor: see `tensors.parts_of`."""
+        return tensors.parts_of(tensor)
+
     def reduce_tensor(self, tensor: Any) -> Any:
         if tensor.grad_fn is not None and id(tensor) not in self._recomputed:
             self.detached.append(tensor)
-        parts = tensors.parts_of(tensor)
+        parts = self.parts_of(tensor)
         reduced = self._reduce_memory(tensor)
         if parts is not None:
             reduced = tensors.with_parts(tensor, reduced, parts)

@@ -883,7 +883,8 @@ def _describe_revived(ranks: Collection[int], found: Revived) -> str:
         f"{', '.join(names)} had no copy and {'is' if len(names) == 1 else 'are'} gone ({why})"
         for why, names in reasons.items()
     ]
-    came = f"{', '.join(found.shown) or 'no variable'} from rank {found.source}"
+    bare = "" if found.gradients else ", without gradients, which differed"
+    came = f"{', '.join(found.shown) or 'no variable'} from rank {found.source}{bare}"
     is_back = f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} back: {came}"
     return "; ".join((is_back, *gone))
 

@@ -852,6 +852,7 @@ class _Step(Machine[GroupState, Action]):
             gone=gone,
             called={} if job is None else job.called,
             succeeded=job is not None and job.succeeded,
+            renews=bool(state.adopted) and state.replaces and not state.all_ready,
         )
         self.set(sends, recovery=recovery)
 

@@ -70,6 +70,8 @@ class Recovery(msgspec.Struct, frozen=True):
     overdue_at: float | None = None
     """When ranks that are not ready are asked whether they still recover, or were asked long enough ago."""
     until: float = 0.0
+    renews: bool = False
+    """Whether a rank was started again, and the models of the others begin again with it."""
     late: Survey | None = None
 
     @property
@@ -90,6 +92,7 @@ class Recovery(msgspec.Struct, frozen=True):
         gone: frozenset[str] | None = None,
         called: Tallies | None = None,
         succeeded: bool = False,
+        renews: bool = False,
     ) -> tuple[Recovery, Sends]:
         """Find out what the ranks need; `cut` says whether connections between them have been cut.
 
@@ -104,6 +107,7 @@ class Recovery(msgspec.Struct, frozen=True):
             called=called or {},
             succeeded=succeeded,
             gone=gone,
+            renews=renews,
             until=now + _RECOVERY_SECONDS,
         )
         return begun.patient(now, grace), sends
@@ -150,7 +154,7 @@ class Recovery(msgspec.Struct, frozen=True):
         # A rank that forms its group with lost ranks would wait without end.
         freed = () if self.gone is None else free(answers, answers, self.gone)
         sends = (
-            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ())))
+            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ()), renews=self.renews))
             for rank in sorted(self.members)
         )
         begun = replace(

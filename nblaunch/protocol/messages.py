@@ -517,6 +517,8 @@ class Revived(msgspec.Struct, frozen=True):
     lost: dict[str, str]
     keys: tuple[int, ...] = ()
     beside: tuple[str, ...] = ()
+    gradients: bool = True
+    """Whether gradients came along, which all ranks had alike."""
 
 
 class Arrived(_OfRank, frozen=True):
@@ -987,6 +989,8 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
     number: int
     reform: bool
     fds: tuple[int, ...] = ()
+    renews: bool = False
+    """Whether a rank was started again: DDP models begin again with the new group, as that rank's do."""
 
 
 class Preempt(msgspec.Struct, frozen=True, tag=True):

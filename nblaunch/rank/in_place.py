@@ -376,6 +376,23 @@ def _forgotten(model: Any, forget: Callable[[Any], None]) -> str:
     return ""
 
 
+def renewed(model: DistributedDataParallel) -> bool:
+    """Have a model begin again with the present default group, as one that is unpickled; return if it could.
+
+    Its communication hook would be gone.
+    """
+    if getattr(model, "_comm_hooks", None):
+        return False
+    try:
+        before = model.reducer
+        model.process_group = distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
+        model.__setstate__(model.__getstate__())
+        before._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
+    except Exception:  # noqa: BLE001 - of torch: the model is named as one that is gone
+        return False
+    return True
+
+
 def _forget_reduction(model: DistributedDataParallel) -> None:
     # What torch itself calls with a group that has become smaller.
     model._update_process_group(model.process_group)  # noqa: SLF001

@@ -629,6 +629,8 @@ class Rank:
             if order.reform:
                 found = self.dead_variables.find()
                 formed = process_group.form_again(order.number, self.device, cut)
+                if order.renews and not formed.in_place:
+                    found = self.dead_variables.renew(found)
                 dead = self.dead_variables.bury(found, lost=formed.lost if formed.in_place else None)
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
                 stepped = self.dead_variables.names_of(formed.stepped)

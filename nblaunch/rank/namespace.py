@@ -26,7 +26,7 @@ from nblaunch.capture import pickling
 from nblaunch.capture.identity import ObjectTable
 from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import DeadVariable, Objects
-from nblaunch.rank import optimizer_steps, process_group, shell
+from nblaunch.rank import in_place, optimizer_steps, process_group, shell
 from nblaunch.rank.stores import StoreNotes
 
 _MOST_NAMES = 10_000
@@ -292,6 +292,8 @@ class DeadVariables:
         self._hidden = frozenset(shell.namespace())
         """IPython's own names."""
         self._dead: _Found = []
+        self._of_default = weakref.WeakSet[DistributedDataParallel]()
+        """The models that were found with the default group of that time."""
         self._refusing = weakref.WeakSet[torch.nn.Module]()
         """The models that raise when they are used."""
 
@@ -307,8 +309,24 @@ class DeadVariables:
                 remedy = self._remedy(path, thing)
                 if remedy is not None:
                     seen.add(id(thing))
+                    default = process_group.groups().default
+                    if isinstance(thing, DistributedDataParallel) and thing.process_group is default:
+                        self._of_default.add(thing)
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
         return found
+
+    def renew(self, found: _Found) -> _Found:
+        """Have DDP models of the old default group begin again with the new one; return the others.
+
+        All ranks do so, and arrange the buckets anew: those of a rank that was started again are new.
+        """
+        left: _Found = []
+        for dead, reference in found:
+            model = reference()
+            ours = isinstance(model, DistributedDataParallel) and model in self._of_default
+            if not (ours and in_place.renewed(model)):  # type: ignore[arg-type] # `ours` has seen to it
+                left.append((dead, reference))
+        return left
 
     def bury(
         self, found: _Found, *, lost: Sequence[tuple[object, str]] | None = None

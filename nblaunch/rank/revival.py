@@ -77,6 +77,12 @@ class _Sent:
         wanted = {name for each in had for name, why in each.items() if not why}
         self._rank = meeting.rank
         made = saving.Save(meeting, here, wanted)
+        self._bare = False
+        if not wanted <= made.equal.keys():
+            # Of a step that was cut off, each rank has gradients of its own.
+            bare = saving.Save(meeting, here, wanted, gradients=False)
+            self._bare = len(bare.equal) > len(made.equal)
+            made = bare if self._bare else made
         self._lost = {name: why for each in had for name, why in each.items() if why}
         self._lost |= dict.fromkeys(wanted - made.equal.keys(), _DIFFERS) | made.left_out
         old = set().union(*had, *(each.never for each in reborn.values()))
@@ -107,6 +113,7 @@ class _Sent:
             lost=self._lost | gone,
             keys=tuple(self._keys.values()),
             beside=self._beside,
+            gradients=not self._bare,
         )
 
 

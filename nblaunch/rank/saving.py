@@ -155,12 +155,19 @@ class Pickler(pickling.Outbound):
     def needed_by(self, obj: Any) -> dict[str, Any]:  # noqa: ARG002 - see the class
         return {}
 
+    def parts_of(self, tensor: Any) -> tuple[Any, Any, Any] | None:
+        parts = super().parts_of(tensor)
+        if parts is None or self._stream.gradients:
+            return parts
+        _, *hooks = parts
+        return None if hooks == [None, None] else (None, *hooks)
+
     def reduce_tensor(self, tensor: Any) -> Any:
         if not sharded.is_dtensor(tensor):
             return super().reduce_tensor(tensor)
         if tensor.grad_fn is not None:
             self.detached.append(tensor)
-        parts, reduced = tensors.parts_of(tensor), self._stream.met.tensor(tensor)
+        parts, reduced = self.parts_of(tensor), self._stream.met.tensor(tensor)
         return reduced if parts is None else tensors.with_parts(tensor, reduced, parts)
 
     def _name_of(self, obj: type) -> str:
@@ -216,7 +223,10 @@ class SaveStream:
         classes: _ClassNames | None = None,
         lines: dict[str, set[int]] | None = None,
         first: Sequence[Any] = (),
+        *,
+        gradients: bool = True,
     ) -> None:
+        self.gradients = gradients
         self.met, self.classes = met, classes or _ClassNames()
         self.lines = {} if lines is None else lines
         """Of the process groups; names of classes; the lines of functions, by file."""
@@ -229,7 +239,7 @@ class SaveStream:
 
     def alone(self) -> SaveStream:
         """Return one for a part that is pickled by itself."""
-        return SaveStream(self.met, self.classes, self.lines)
+        return SaveStream(self.met, self.classes, self.lines, gradients=self.gradients)
 
     def add(self, name: str, value: Any) -> None:
         """Add a variable. Raises whatever its objects raise, and `arrays.OverlapError`."""
@@ -347,10 +357,15 @@ class Save:
     """One save on this rank: what is there, of which kind, and the pickles."""
 
     def __init__(
-        self, meeting: Meeting, variables: namespace.Variables, only: Collection[str] | None = None
+        self,
+        meeting: Meeting,
+        variables: namespace.Variables,
+        only: Collection[str] | None = None,
+        *,
+        gradients: bool = True,
     ) -> None:
-        """Find and pickle all; with `only`, of these what is equal."""
-        self._meeting = meeting
+        """Find and pickle all; with `only`, of these what is equal, perhaps without `gradients`."""
+        self._meeting, self._gradients = meeting, gradients
         self._classes = _ClassNames()
         self._hashes: dict[tuple[int, int], bytes] = {}
         self._lines: dict[str, set[int]] = {}
@@ -374,7 +389,7 @@ class Save:
 
     def _new_stream(self, first: Sequence[Any] = ()) -> SaveStream:
         met = sharded.GroupObjects(self._meeting.rank, self._meeting.world_size, own_device())
-        return SaveStream(met, self._classes, self._lines, first)
+        return SaveStream(met, self._classes, self._lines, first, gradients=self._gradients)
 
     def _examine(self, name: str) -> _Examined:
         value = self.values[name]
