@@ -380,9 +380,13 @@ class RankAgent(LocalElasticAgent):
             dead = exitcodes.keys() - self._stopped
             if not dead:
                 return RunResult(state=WorkerState.HEALTHY)
+            known = len(self._known_dead)
             exitcodes = self._report_exits() if self.settings.replaces else exitcodes
             if not self.settings.replaces or len(exitcodes) == len(self._processes()):
                 return self._failed(worker_group)
+            if len(self._known_dead) > known:
+                # Its children have its connections: peers would wait for it.
+                self._server.sweep()
             if self._replace.is_set():
                 self._fork_in_place_of([worker_group.workers[each] for each in sorted(exitcodes)])
             return RunResult(state=WorkerState.HEALTHY)
