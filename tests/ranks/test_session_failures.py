@@ -26,10 +26,10 @@ from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
 import nblaunch
 from nblaunch.capture.names import cell_names
-from nblaunch.group import recovery
+from nblaunch.group import lifecycle, recovery
 from nblaunch.rank import in_place
 
-GONE = "the ranks were started anew: all of their variables are gone"
+GONE = lifecycle.RESTARTED
 REFORMED = recovery.REFORMED_IN_PLACE if in_place.torch_can() else recovery.REFORMED
 SETTLED = 1.0
 """Seconds that freeing stuck ranks, and forming their group again, may take on an idle machine."""
@@ -99,6 +99,28 @@ def works_with_empty_ranks(session: nblaunch.Session) -> None:
     assert result.values == [(sum(range(n)), False, None)] * n
     assert [each.stdout for each in result.ranks] == ["out\n"] * n
     assert (result.ok, result.warnings, len(result.attempts)) == (True, (), 1)
+
+
+def of_death(session: nblaunch.Session, rank: int) -> str:
+    """Return the notice in the result of a job in which a rank has died."""
+    return lifecycle.STARTED_AGAIN.format(rank) if session._live.options.on is None else GONE
+
+
+def works_without(session: nblaunch.Session, dead: int) -> None:
+    """Check that a rank that has died is back, and that the others have lost nothing: on nodes, all have."""
+    if session._live.options.on is not None:
+        works_with_empty_ranks(session)
+        return
+    n = size(session)
+    result = session.cell(
+        "import torch, torch.distributed as dist\n"
+        "t = torch.tensor([rank]); dist.all_reduce(t); t.item(), 'model' in globals(), print('out')"
+    )
+    assert [total for total, *_ in result.values] == [sum(range(n))] * n
+    assert all(has for rank, (_, has, _) in enumerate(result.values) if rank != dead)
+    assert [each.stdout for each in result.ranks] == ["out\n"] * n
+    assert any(each.startswith(f"rank {dead} is back: ") for each in result.warnings), result.warnings
+    assert session.run(int).warnings == ()
 
 
 def failing(session: nblaunch.Session, job: Any, **keywords: Any) -> nblaunch.RunFailedError:
@@ -465,8 +487,8 @@ def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(open_session, death
     assert (root.rank, root.exitcode, root.signal) == (1, exitcode, name)
     assert root.reason.startswith(reason)
     assert root.last_output.endswith("rank 1 goes on")
-    assert error.result.warnings == (GONE,)
-    works_with_empty_ranks(session)
+    assert error.result.warnings == (of_death(session, 1),)
+    works_without(session, 1)
 
 
 @SIZES
@@ -477,15 +499,16 @@ def test_a_job_for_some_ranks_right_after_a_death_is_for_those_alone(open_sessio
     result = session.cell("print('here'); rank", ranks=[1])
     assert (result.values, result.ranks.keys(), len(result.attempts)) == ([1], (1,), 1)
     assert result.ranks[1].stdout == "here\n"
-    works_with_empty_ranks(session)
+    assert session.cell("rank").values == list(range(nproc))
 
 
 def test_several_deaths_in_a_row(open_session):
     session = open_session(2)
     for number in range(3):
-        assert failing(session, on_ranks({1}, lambda: os._exit(7))).result.warnings == (GONE,)
+        error = failing(session, on_ranks({1}, lambda: os._exit(7)))
+        assert error.result.warnings == (of_death(session, 1),)
+        works_without(session, 1)
         assert session.status().attempt == number + 1
-        works_with_empty_ranks(session)
 
 
 def test_the_notebooks_variables_are_sent_to_the_new_ranks(open_session):
@@ -493,7 +516,8 @@ def test_the_notebooks_variables_are_sent_to_the_new_ranks(open_session):
     there = {"given": [1]}
     session.cell("given.append(2)", namespace=there)
     failing(session, on_ranks({1}, lambda: os._exit(7)))
-    assert session.cell("given", namespace=there).values == [[1]] * 2
+    kept = [1, 2] if session._live.options.on is None else [1]
+    assert session.cell("given", namespace=there).values == [kept] * 2
 
 
 @pytest.mark.parametrize("between", sampled(["nothing", "push", "pull"]))
@@ -502,30 +526,43 @@ def test_a_death_between_two_jobs_is_told_with_the_next(open_session, eventually
     session = open_session(2)
     os.kill(session.run(os.getpid)[1], signal.SIGKILL)
     eventually(lambda: session.status().attempt == 1, "the agent has noticed")
+    on_nodes = session._live.options.on is not None
     match between:
         case "push":
             session.push({"pushed": 1})
         case "pull":
-            with pytest.raises(nblaunch.NblaunchError, match="'model' is not defined"):
-                session.pull("model")
+            with pytest.raises(nblaunch.NblaunchError, match="'nowhere' is not defined"):
+                session.pull("nowhere")
     result = session.cell("rank")
     assert result.values == [0, 1]
-    assert result.warnings[0].startswith("rank 1 was killed by SIGKILL")
-    assert result.warnings[-1] == GONE
-    works_with_empty_ranks(session)
+    assert any(each.startswith("rank 1 was killed by SIGKILL") for each in result.warnings)
+    assert (GONE in result.warnings) == on_nodes
+    assert on_nodes or result.warnings[0].startswith("rank 1 is back: ")
+
+
+def until_there(file: Path) -> str:
+    while not file.exists():
+        time.sleep(0.01)
+    return "there"
 
 
 @pytest.mark.quick
-def test_an_idle_rank_that_dies_takes_the_job_of_the_others_along(open_session, eventually):
-    session = open_session(2)
+def test_an_idle_rank_that_dies_leaves_the_job_of_the_others_alone(open_session, eventually, tmp_path):
+    """On nodes it takes it along."""
+    session, file = open_session(2), tmp_path / "goes on"
     idle = session.run(os.getpid)[1]
-    handle = session.submit(time.sleep, (1000,), ranks=[0])
+    handle = session.submit(until_there, (file,), ranks=[0])
     eventually(lambda: session.status().ranks[0].state == "running", "rank 0 is at work")
     os.kill(idle, signal.SIGKILL)
-    with pytest.raises(nblaunch.RunFailedError, match="rank 1 was killed by SIGKILL") as caught:
-        handle.result(30)
-    assert GONE in caught.value.result.warnings
-    works_with_empty_ranks(session)
+    if session._live.options.on is not None:
+        with pytest.raises(nblaunch.RunFailedError, match="rank 1 was killed by SIGKILL") as caught:
+            handle.result(30)
+        assert GONE in caught.value.result.warnings
+    else:
+        eventually(lambda: not psutil.pid_exists(idle), "rank 1 has gone")
+        file.touch()
+        assert handle.result(30).values == ["there"]
+    works_without(session, 1)
 
 
 def test_a_stopped_rank_is_replaced_after_the_timeout(open_session):
@@ -549,7 +586,7 @@ def test_the_processes_of_a_rank_go_with_the_rank(open_session, eventually):
     pids = [int(word) for word in session.run(lambda: grow_a_tree(8) and None).ranks[1].stdout.split()]
     failing(session, on_ranks({1}, lambda: os._exit(7)))
     eventually(lambda: not any(map(psutil.pid_exists, pids)), "the processes of a rank have gone with it")
-    works_with_empty_ranks(session)
+    works_without(session, 1)
 
 
 # --- parts of nblaunch that break ------------------------------------------------------------------
