@@ -378,18 +378,7 @@ class RankAgent(LocalElasticAgent):
         exitcodes = self._exitcodes()
         if not self._released():
             dead = exitcodes.keys() - self._stopped
-            if not dead:
-                return RunResult(state=WorkerState.HEALTHY)
-            known = len(self._known_dead)
-            exitcodes = self._report_exits() if self.settings.replaces else exitcodes
-            if not self.settings.replaces or len(exitcodes) == len(self._processes()):
-                return self._failed(worker_group)
-            if len(self._known_dead) > known:
-                # Its children have its connections: peers would wait for it.
-                self._server.sweep()
-            if self._replace.is_set():
-                self._fork_in_place_of([worker_group.workers[each] for each in sorted(exitcodes)])
-            return RunResult(state=WorkerState.HEALTHY)
+            return self._go_on_without(worker_group) if dead else RunResult(state=WorkerState.HEALTHY)
         if len(exitcodes) < len(self._processes()):
             # They are leaving. torch would wait for the last of them without a bound.
             if time.monotonic() > self._leave_by:
@@ -405,6 +394,19 @@ class RankAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         finished: RunResult = super()._monitor_workers(worker_group)
         return finished
+
+    def _go_on_without(self, worker_group: WorkerGroup) -> RunResult:
+        """Report ranks that have ended, and replace them once that is ordered; or end the others as well."""
+        reported = len(self._known_dead)
+        exitcodes = self._report_exits() if self.settings.replaces else {}
+        if not 0 < len(exitcodes) < len(self._processes()):
+            return self._failed(worker_group)
+        if len(self._known_dead) > reported:
+            # Their children have their connections: peers would wait for these.
+            self._server.sweep()
+        if self._replace.is_set():
+            self._fork_in_place_of([worker_group.workers[each] for each in sorted(exitcodes)])
+        return RunResult(state=WorkerState.HEALTHY)
 
     def _stop_others(self) -> None:
         """Stop the ranks that are still at work after a peer has failed, before that peer goes.
