@@ -489,6 +489,8 @@ class Names(_OfRank, frozen=True):
     lost: tuple[int, ...] = ()
     sketches: tuple[int, ...] = ()
     """Those of the variables, in their order (`nblaunch.rank.sketches`); empty where there is one rank."""
+    digests: tuple[int, ...] = ()
+    """Of their pickles, in the same order; 0 where there is none."""
 
 
 class LastKnown(msgspec.Struct, frozen=True):

@@ -616,8 +616,10 @@ class Rank:
 
     def _send_names(self, lost: tuple[int, ...]) -> None:
         names = self.variables.names()
-        sketches = self.sketches.of(names) if self._several else ()
-        known = messages.Names(rank=self.rank, names=names, rebound=self._rebound, sketches=sketches)
+        sketches, digests = self.sketches.of(names) if self._several else ((), ())
+        known = messages.Names(
+            rank=self.rank, names=names, rebound=self._rebound, sketches=sketches, digests=digests
+        )
         if known != self._last_names or lost:
             self._last_names = known
             self.link.send(msgspec.structs.replace(known, lost=lost))

@@ -121,13 +121,21 @@ def last_known(rank: int, names: Mapping[int, Names]) -> LastKnown:
     own = names.get(rank)
     if own is None or len(own.sketches) != len(own.names):
         return LastKnown(others=() if own is None else own.names)
-    of = {each: dict(zip(known.names, known.sketches, strict=False)) for each, known in names.items()}
+    of = {each: _numbers(known) for each, known in names.items()}
     found: dict[str, list[str]] = {"equal": [], "alike": [], "others": []}
-    for name, number in of.pop(rank).items():
-        same = number != UNKNOWN and all(others.get(name) == number for others in of.values())
-        found["others" if not same else "equal" if is_whole(number) else "alike"].append(name)
+    for name in own.names:
+        known = [each.get(name, (UNKNOWN, UNKNOWN)) for each in of.values()]
+        (number, *others), digests = {each for each, _ in known}, {each for _, each in known}
+        kind = "equal" if is_whole(number) or (len(digests) == 1 and UNKNOWN not in digests) else "alike"
+        differ = others or number == UNKNOWN or len(digests - {UNKNOWN}) > 1
+        found["others" if differ else kind].append(name)
     never = sorted(set().union(*of.values()).difference(own.names))
     return LastKnown(**{kind: tuple(each) for kind, each in found.items()}, never=tuple(never))
+
+
+def _numbers(known: Names) -> dict[str, tuple[int, int]]:
+    digests = known.digests or (UNKNOWN,) * len(known.names)
+    return dict(zip(known.names, zip(known.sketches, digests, strict=False), strict=False))
 
 
 class TooLargeError(Exception):
@@ -160,20 +168,22 @@ class Sketches:
         """`pickler(file, **keywords)` makes what pickles a variable; called when a rank has the time."""
         self._pickler = pickler
         self._of: dict[str, int] = {}
+        self._digests: dict[str, int] = {}
         self._waiting: list[str] = []
         self._until = float("inf")
 
     def begin(self, variables: Mapping[str, Any], seconds: float) -> None:
         """Sketch all after a job, which took so many `seconds`."""
         names = sorted(variables)[:_MOST_NAMES]
-        self._of = {name: sketch(variables[name]) for name in names}
+        self._of, self._digests = {name: sketch(variables[name]) for name in names}, {}
         self._waiting = [name for name in reversed(names) if not is_whole(self._of[name])]
         share = _SHARE * seconds
         self._until = time.monotonic() + (share if share >= _LEAST_SECONDS else 0.0)
 
-    def of(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the sketches of these variables."""
-        return tuple(self._of.get(name, UNKNOWN) for name in names)
+    def of(self, names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the sketches of these variables, and the digests of their pickles, if there are any."""
+        digests = tuple(self._digests.get(name, UNKNOWN) for name in names) if self._digests else ()
+        return tuple(self._of.get(name, UNKNOWN) for name in names), digests
 
     @property
     def waits(self) -> bool:
@@ -190,7 +200,7 @@ class Sketches:
         name = self._waiting.pop()
         with contextlib.suppress(Exception):  # whatever the objects raise: nothing more is known then
             if name in variables:
-                self._of[name] = _number(self._digest(variables[name]), whole=True)
+                self._digests[name] = _number(self._digest(variables[name]), whole=True)
         return not self._waiting
 
     def _digest(self, value: Any) -> int:

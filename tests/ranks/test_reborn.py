@@ -10,7 +10,6 @@ import pytest
 from patience import eventually
 
 import nblaunch
-from nblaunch.rank import sketches
 
 SETUP = """
 import os, random, torch, torch.distributed as dist
@@ -53,7 +52,7 @@ LOST = {"mine", "is_main", "own", "part"}
 def kill(session: nblaunch.Session, rank: int) -> None:
     """Kill an idle rank, and wait until another process has its number."""
     before = session._live.attempt
-    os.kill(session.status().ranks[rank].pid, signal.SIGKILL)
+    os.kill(pids(session)[rank], signal.SIGKILL)
     eventually(lambda: session._live.attempt == before + 1, "the rank has been started again")
 
 
@@ -62,14 +61,18 @@ def wait_for_sketches(session: nblaunch.Session, *names: str) -> None:
 
     def whole() -> bool:
         assert session._live.open
-        known = [dict(zip(each.names, each.sketches, strict=True)) for each in session._live._names.values()]
-        return all(sketches.is_whole(each.get(name, 0)) for each in known for name in names)
+        known = [dict(zip(each.names, each.digests, strict=False)) for each in session._live._names.values()]
+        return all(each.get(name) for each in known for name in names)
 
     eventually(whole, "the variables are sketched")
 
 
+def pids(session: nblaunch.Session) -> dict[int, int]:
+    return {each.rank: each.pid for each in session.status().ranks if each.pid is not None}
+
+
 def others(session: nblaunch.Session, dead: int) -> dict[int, int]:
-    return {each.rank: each.pid for each in session.status().ranks if each.rank != dead}
+    return {rank: pid for rank, pid in pids(session).items() if rank != dead}
 
 
 @pytest.mark.quick
@@ -77,7 +80,7 @@ def others(session: nblaunch.Session, dead: int) -> dict[int, int]:
 def test_the_rank_that_was_killed_has_what_all_had_alike_and_nothing_else(dead):
     with nblaunch.Session(nproc=3, display=False) as session:
         session.cell(SETUP, namespace={})
-        pids = others(session, dead)
+        before = others(session, dead)
         kill(session, dead)
         found = session.cell(IS_THERE, namespace={})
         survivor = 1
@@ -87,7 +90,7 @@ def test_the_rank_that_was_killed_has_what_all_had_alike_and_nothing_else(dead):
         assert came.endswith(f" from rank {1 if dead == 0 else 0}")
         assert {"model", "opt", "step", "config"} <= set(came.replace(",", "").split())
         assert gone == "is_main, mine, own, part had no copy and are gone (it was not the same on all ranks)"
-        assert others(session, dead) == pids
+        assert others(session, dead) == before
         values = session.cell(GOES_ON, namespace={})
         assert values.values == [values.values[survivor]] * 3
         assert values.values[0][-2:] == (3.0, True)
@@ -100,8 +103,7 @@ def test_one_other_rank_is_enough_for_what_was_compared_while_all_were_idle():
         session.cell(SETUP, namespace={})
         wait_for_sketches(session, "model", "opt", "holder", "own")
         session.cell("unseen = torch.full((1000,), float(rank)); alike = torch.ones(1000)", namespace={})
-        os.kill(session.status().ranks[1].pid, signal.SIGKILL)
-        eventually(lambda: session._live.attempt == 1, "the rank has been started again")
+        kill(session, 1)
         found = session.cell(IS_THERE + "+ [n for n in ('unseen', 'alike') if n in globals()]", namespace={})
         assert set(found.values[0]) - set(found.values[1]) >= LOST
         # Whether the ranks had the time to compare these is a race, and they differ: never the other's.
@@ -196,26 +198,32 @@ def test_ranks_that_die_one_after_the_other_each_come_back_and_all_at_once_are_s
         kill(session, 2)
         assert session.cell("kept", namespace={}).values == [5] * 3
         assert session.status().attempt == 2
-        for each in session.status().ranks:
-            os.kill(each.pid, signal.SIGKILL)
+        for pid in session.run(os.getpid):
+            os.kill(pid, signal.SIGKILL)
         eventually(lambda: session._live.attempt > 2, "the ranks have been started anew")
         found = session.cell("'kept' in globals()", namespace={})
         assert found.ok
 
 
-def test_a_client_that_attaches_later_finds_the_ranks_whole():
+ATTACHES = """
+import nblaunch
+session = nblaunch.Session.attach("reborn", take=True)
+found = session.cell("kept", namespace={})
+assert found.values == [5] * 3, found.values
+assert any(each.startswith("rank 1 is back: kept from rank 0") for each in found.warnings), found.warnings
+assert session.cell("kept", namespace={}).warnings == ()
+"""
+
+
+def test_a_client_that_attaches_later_finds_the_ranks_whole(script):
     first = nblaunch.Session(nproc=3, display=False, detach=True, name="reborn")
     try:
         first.cell("kept = 5", namespace={})
         kill(first, 1)
-        first.detach()
-        with nblaunch.Session.attach("reborn") as again:
-            found = again.cell("kept", namespace={})
-            assert found.values == [5] * 3
-            assert any(each.startswith("rank 1 is back: kept from rank 0") for each in found.warnings)
-            assert again.cell("kept", namespace={}).warnings == ()
+        program = script(ATTACHES)
+        assert program.returncode == 0, program.stderr
     finally:
-        nblaunch.Session.attach("reborn").close()
+        first.close()
 
 
 def test_a_model_whose_shard_was_on_the_rank_is_named():
