@@ -318,8 +318,9 @@ class WorkerGroup:
         """Keep what is known of the variables of a rank that has died; it may get them from others."""
         if rank in self.reborn:
             return  # it had none, and what it had before is known
-        at_work = self.life.working_ranks.get(rank)
-        cut_off = at_work is not None and at_work.started is not None and not at_work.state.final
+        job, at_work = self.life.working, self.life.working_ranks.get(rank)
+        # Not whether it has begun: the message that says so may have been lost with the rank.
+        cut_off = job is not None and job.dispatched and at_work is not None and not at_work.state.final
         names = self._names_before if cut_off else self.names
         self.reborn[rank] = last_known(rank, {r: each for r, each in names.items() if r not in self.reborn})
 

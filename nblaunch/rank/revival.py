@@ -95,6 +95,7 @@ class _Sent:
             "variables": [each.packed(name) for name, each in made.equal.items()],
             "keys": self._keys,
             "came": here.came(self._names),
+            "classes": frozenset(pickling.received_classes.values()),
         }
         buffers = tuple(buffer for each in made.equal.values() for buffer in each.buffers)
         self._packed = pickling.Packed(memoryview(pickle.dumps(content)), buffers)
@@ -129,6 +130,7 @@ def _take(meeting: saving.Meeting, payload: Payload, known: LastKnown) -> dict[s
     beside = {name: value for name, value in loaded.values.items() if saving.is_beside(name)}
     kept = {name: value for name, value in loaded.values.items() if name not in beside and not own.get(name)}
     there = {key: loaded.objects[place] for place, key in content["keys"].items() if place in loaded.objects}
+    pickling.keep_as_own(content["classes"])
     here.revived(kept, content["came"], there)
     saving.restore_surroundings(beside, frozenset())
     return loaded.lost

@@ -114,7 +114,11 @@ class _ClassNames:
     def of(self, kind: type, dump: Callable[[type], bytes]) -> str:
         if kind not in self._names:
             self._names[kind] = "?"  # within its own definition
-            name = pickling.received_classes.get(kind) or f"saved-{hashlib.sha256(dump(kind)).hexdigest()}"
+            name = pickling.received_classes.get(kind, "")
+            if not name:
+                # cloudpickle tracks it from now on, as it does those that the notebook sends.
+                pickling.made_classes.add(kind)
+                name = f"saved-{hashlib.sha256(dump(kind)).hexdigest()}"
             taken = sum(each.partition(" ")[0] == name for each in self._names.values())
             self._names[kind] = f"{name} {taken + 1}" if taken else name
         return self._names[kind]
