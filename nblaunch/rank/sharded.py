@@ -71,7 +71,7 @@ class GroupObjects:
         return NotImplemented
 
     def _mesh_key(self, mesh: DeviceMesh) -> Key:
-        root = mesh._get_root_mesh()  # noqa: SLF001 - torch has no public way
+        root = _root_of(mesh)
         names = tuple(mesh.mesh_dim_names or ())
         if root is not mesh:
             if not names or root[names] != mesh:
@@ -255,6 +255,15 @@ def _set_ddp(model: Any, state: dict[str, Any]) -> None:
 
 def _bare(kind: Any) -> Any:
     return kind.__new__(kind)
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of which this one has dimensions, itself if of none."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()  # noqa: SLF001 - torch has no public way
+    from torch.distributed.device_mesh import _mesh_resources  # torch 2.8
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 # FSDP2

@@ -24,7 +24,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from torch.distributed import HashStore, _composable_state, distributed_c10d
+from torch.distributed import HashStore, _composable_state, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic import events as torch_events
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -78,6 +78,11 @@ RENDEZVOUS = (
 )
 STATIC = ("_store",)
 USED = {*AGENT, *CONTEXT, *RENDEZVOUS, *STATIC}
+ROOT_OF_A_MESH = (
+    (DeviceMesh, "_get_root_mesh")
+    if torch.__version__ >= "2.13"
+    else (device_mesh._mesh_resources, "get_root_mesh")
+)
 
 
 def broken(owner: object, name: str) -> str:
@@ -341,7 +346,7 @@ def test_torch_can_still_form_groups_again_in_place_by(owner, name):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (DeviceMesh, "_get_root_mesh"),
+        ROOT_OF_A_MESH,
         (dtensor_utils, "compute_local_shape_and_global_offset"),
         (_fsdp_param_group.FSDPParamGroup, "reshard"),
         (_fsdp_param_group.FSDPParamGroup, "is_sharded"),
