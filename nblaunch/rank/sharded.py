@@ -313,7 +313,7 @@ def _wrapping(state: Any, group: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"modules": list(state._modules), "parameters": []}  # noqa: SLF001 - FSDP2's own
     if group is None:
         return found | {"mp_policy": state._mp_policy, "mesh": None}  # noqa: SLF001 - as above
-    _refuse_unusual(group)
+    _refuse_unusual(group, state._mp_policy)  # noqa: SLF001 - as above
     info, after = group.mesh_info, group.post_forward_mesh_info
     again: bool | int | None = after is not None
     if state._auto_reshard_after_forward:  # noqa: SLF001 - as above
@@ -331,7 +331,7 @@ def _wrapping(state: Any, group: Any) -> dict[str, Any]:
     return found | {
         "mesh": info.mesh,
         "reshard_after_forward": again,
-        "mp_policy": group.mp_policy,
+        "mp_policy": state._mp_policy,  # noqa: SLF001 - as above
         "offload_policy": group.offload_policy,
     }
 
@@ -347,15 +347,19 @@ _USUAL: dict[str, object] = {
 """What a group of parameters has if nothing was set that changes gradients; releases have some of them."""
 
 
-def _refuse_unusual(group: Any) -> None:
-    """Raise `NblaunchError` for what changes gradients, and would be lost without a word."""
-    if any(getattr(each, "unsharded_accumulated_grad", None) is not None for each in group.fsdp_params):
-        msg = "a model of FSDP2 has gradients that are not reduced yet: save it after the step"
+def _refuse_unusual(group: Any, precision: Any) -> None:
+    """Raise `NblaunchError` for what changes gradients or precision, and would be lost without a word."""
+    # Since torch 2.15 a function may choose each parameter's: it is called once, and not kept.
+    if any(each.mp_policy != precision for each in group.fsdp_params):
+        msg = "a model of FSDP2 with a param_dtype_override_fn cannot be saved: save its state_dict"
         raise NblaunchError(msg)
     for name, usual in _USUAL.items():
         if getattr(group, name, usual) != usual:
             msg = f"a model of FSDP2 whose {name} was set cannot be saved: save its state_dict"
             raise NblaunchError(msg)
+    if any(getattr(each, "unsharded_accumulated_grad", None) is not None for each in group.fsdp_params):
+        msg = "a model of FSDP2 has gradients that are not reduced yet: save it after the step"
+        raise NblaunchError(msg)
 
 
 def _tensor_parallel(param: Any) -> tuple[Any, Any]:

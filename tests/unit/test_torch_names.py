@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import _utils as dtensor_utils
 
 from nblaunch._errors import OptionError
@@ -359,11 +359,19 @@ def test_torch_still_has_what_a_save_of_sharded_models_needs(owner, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["mesh_info", "post_forward_mesh_info", "fsdp_params", "mp_policy", "offload_policy"]
+    ("owner", "name"),
+    [
+        (_fsdp_param_group.FSDPParamGroup, "mesh_info"),
+        (_fsdp_param_group.FSDPParamGroup, "post_forward_mesh_info"),
+        (_fsdp_param_group.FSDPParamGroup, "fsdp_params"),
+        (_fsdp_param_group.FSDPParamGroup, "offload_policy"),
+        (_fsdp_param_group.FSDPParam, "mp_policy"),
+        (_fsdp_state.FSDPState, "_mp_policy"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_fsdp2_still_keeps_how_a_model_was_wrapped(name):
-    source = inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
-    assert f"self.{name} =" in source, broken(_fsdp_param_group.FSDPParamGroup, name)
+def test_fsdp2_still_keeps_how_a_model_was_wrapped(owner, name):
+    assert f"self.{name} =" in inspect.getsource(owner), broken(owner, name)
 
 
 def test_fsdp2_still_keeps_how_tensor_parallelism_had_placed_a_parameter():
