@@ -118,8 +118,8 @@ class Rank:
     def known(self) -> dict[int, Sent]:
         return {key: sent for key, sent in self.sent.items() if key in self.copies}
 
-    def forget(self) -> None:
-        """Copies to which nothing leads on the rank are gone."""
+    def forget(self) -> list[Any]:
+        """Forget the copies to which nothing leads on the rank, and return them."""
         alive, waiting = {}, [value for name, value in self.variables.items() if name != "__builtins__"]
         while waiting:
             obj = waiting.pop()
@@ -133,10 +133,12 @@ class Rank:
             if obj is self.variables or obj is self.variables["__builtins__"]:
                 continue
             waiting += [*gc.get_referents(obj), *(taken_apart(obj)[1] if has_identity(obj) else ())]
+        gone = [copy for copy in self.copies.values() if id(copy) not in alive]
         self.copies = {key: copy for key, copy in self.copies.items() if id(copy) in alive}
         tensors = [copy for copy in self.copies.values() if isinstance(copy, torch.Tensor)]
         used = {each.untyped_storage().data_ptr() for each in tensors}
         self._memory = {key: pair for key, pair in self._memory.items() if pair[1].data_ptr() in used}
+        return gone
 
     # --- what a cell brings ---
 
@@ -173,13 +175,15 @@ class Rank:
     def note(self, objects: Iterable[Any]) -> None:
         self.sent |= {id(obj): Sent(obj, marks(obj), taken_apart(obj)[1]) for obj in objects}
 
-    def is_stale(self, name: str, value: Any) -> bool:
-        """Whether the notebook has changed an object in place, and the rank uses what came."""
+    def stale_version(self, name: str, value: Any) -> dict[int, list[Any]] | None:
+        """Return what came if the notebook has changed that in place since and the rank uses it, or None."""
         if self.bound.get(name, self) is not value or self.has_own(name) or name not in self.variables:
-            return False
+            return None
         known = self.known()
-        reached = Reach([value], known).objects
-        return any(marks(known[key].obj) != known[key].marks for key in reached if key in known)
+        sent = {key: known[key] for key in Reach([value], known).objects if key in known}
+        if all(marks(each.obj) == each.marks for each in sent.values()):
+            return None
+        return {key: each.marks for key, each in sent.items()}
 
     def push(self, name: str, value: Any, notebook: dict[str, Any]) -> None:
         objects = Reach([value], {}).objects

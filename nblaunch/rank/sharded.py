@@ -71,7 +71,7 @@ class GroupObjects:
         return NotImplemented
 
     def _mesh_key(self, mesh: DeviceMesh) -> Key:
-        root = mesh._get_root_mesh()  # noqa: SLF001 - torch has no public way
+        root = _root_of(mesh)
         names = tuple(mesh.mesh_dim_names or ())
         if root is not mesh:
             if not names or root[names] != mesh:
@@ -257,6 +257,15 @@ def _bare(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of which this one has dimensions, itself if of none."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()  # noqa: SLF001 - torch has no public way
+    from torch.distributed.device_mesh import _mesh_resources  # torch 2.8
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
 # FSDP2
 
 
@@ -304,7 +313,7 @@ def _wrapping(state: Any, group: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"modules": list(state._modules), "parameters": []}  # noqa: SLF001 - FSDP2's own
     if group is None:
         return found | {"mp_policy": state._mp_policy, "mesh": None}  # noqa: SLF001 - as above
-    _refuse_unusual(group)
+    _refuse_unusual(group, state._mp_policy)  # noqa: SLF001 - as above
     info, after = group.mesh_info, group.post_forward_mesh_info
     again: bool | int | None = after is not None
     if state._auto_reshard_after_forward:  # noqa: SLF001 - as above
@@ -322,7 +331,7 @@ def _wrapping(state: Any, group: Any) -> dict[str, Any]:
     return found | {
         "mesh": info.mesh,
         "reshard_after_forward": again,
-        "mp_policy": group.mp_policy,
+        "mp_policy": state._mp_policy,  # noqa: SLF001 - as above
         "offload_policy": group.offload_policy,
     }
 
@@ -338,15 +347,19 @@ _USUAL: dict[str, object] = {
 """What a group of parameters has if nothing was set that changes gradients; releases have some of them."""
 
 
-def _refuse_unusual(group: Any) -> None:
-    """Raise `NblaunchError` for what changes gradients, and would be lost without a word."""
-    if any(getattr(each, "unsharded_accumulated_grad", None) is not None for each in group.fsdp_params):
-        msg = "a model of FSDP2 has gradients that are not reduced yet: save it after the step"
+def _refuse_unusual(group: Any, precision: Any) -> None:
+    """Raise `NblaunchError` for what changes gradients or precision, and would be lost without a word."""
+    # Since torch 2.15 a function may choose each parameter's: it is called once, and not kept.
+    if any(each.mp_policy != precision for each in group.fsdp_params):
+        msg = "a model of FSDP2 with a param_dtype_override_fn cannot be saved: save its state_dict"
         raise NblaunchError(msg)
     for name, usual in _USUAL.items():
         if getattr(group, name, usual) != usual:
             msg = f"a model of FSDP2 whose {name} was set cannot be saved: save its state_dict"
             raise NblaunchError(msg)
+    if any(getattr(each, "unsharded_accumulated_grad", None) is not None for each in group.fsdp_params):
+        msg = "a model of FSDP2 has gradients that are not reduced yet: save it after the step"
+        raise NblaunchError(msg)
 
 
 def _tensor_parallel(param: Any) -> tuple[Any, Any]:

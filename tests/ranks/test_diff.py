@@ -157,7 +157,7 @@ def test_shards_are_compared_by_the_ranks_that_hold_the_same_one(session):
     assert row.groups == ((1,), (3,))
     assert row.path == "t (local shard)[1, 2]"
     assert row.largest == 5
-    session.cell("t = distribute_tensor(whole, mesh, [Replicate(), Shard(rank == 0)])", namespace={})
+    session.cell("t = distribute_tensor(whole, mesh, [Replicate(), Shard(int(rank == 0))])", namespace={})
     assert session.diff("t").first.what == "types, shapes or dtypes differ"
 
 

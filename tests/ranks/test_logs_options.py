@@ -107,7 +107,7 @@ def test_a_failure_shows_the_last_lines_of_output_that_is_not_shown(kernel):
         "if rank == 1: os._exit(5)\nimport time; time.sleep(60)"
     )
     assert "rank 1 of 2 failed: ended with exit code 5" in error.evalue
-    assert "last output of rank 1:\nfirst\nthe reason" in error.evalue
+    assert "last output of rank 1:\nfirst\nthe reason" in without_gloos_own(error.evalue)
 
 
 def test_cells_of_a_session_show_what_it_was_started_with_unless_they_say_otherwise(kernel):

@@ -10,7 +10,7 @@ import textwrap
 import time
 import types
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -178,9 +178,11 @@ def _inner(path: str, obj: Any) -> tuple[str, Any] | None:
     return None
 
 
-def said(notice: str) -> tuple[str, str]:
-    """Return the variable that a notice names, and what was done with it."""
+def told(notice: str) -> tuple[str, str]:
+    """Return the variable that a notice names, and what was done with it or which rank has which value."""
     name, _, done = notice.split()[:3]
+    if notice.startswith(f"{name} differs between ranks"):
+        done = notice.partition(": ")[2].partition(". ")[0]
     return name, done
 
 
@@ -252,24 +254,41 @@ class Notebook:
         self.flush()
         line = "%%distributed --out res" + ("" if only is None else f" --ranks {only}")
         note(f"\n{line}\n{source}")
-        chosen = range(2) if only is None else [only]
-        taking = [self.ranks[rank] for rank in chosen]
-        reached = set[str]().union(*(rank.reached(uses, self.variables) for rank in taking))
-        reached -= {"__name__", "__builtins__", *_MODULES}
-        known = {name: self.variables[name] for name in reached}
-        kept = {name for name in known for rank in taking if rank.declines(name, known[name])}
-        for rank in taking:
-            for name, value in known.items():
-                rank.use(name, value)
-        changed = {name for name in known for rank in taking if rank.is_stale(name, known[name])}
-        expected = [cell(source, rank.variables) for rank in taking]
-        for rank in taking:
-            rank.forget()
+        ranks = {number: self.ranks[number] for number in (range(2) if only is None else [only])}
+        own = {"__name__", "__builtins__", *_MODULES}
+        used = {number: rank.reached(uses, self.variables) - own for number, rank in ranks.items()}
+        pairs = [
+            (rank, name, self.variables[name]) for number, rank in ranks.items() for name in used[number]
+        ]
+        notices = {(name, "assigned") for rank, name, value in pairs if rank.declines(name, value)}
+        for rank, name, value in pairs:
+            rank.use(name, value)
+        notices |= {(name, what) for _, name, _ in pairs if (what := self.changed(name, used))}
+        expected = [cell(source, rank.variables) for rank in ranks.values()]
         found, warnings = self.ask(f"{line}\n{source}", "[list(res.values), list(res.warnings)]")
         assert found == expected
-        assert sorted(map(said, warnings)) == sorted(
-            [(name, "changed") for name in changed] + [(name, "assigned") for name in kept]
-        )
+        assert sorted(map(told, warnings)) == sorted(notices)
+        self.forget(ranks.values())
+
+    def forget(self, ranks: Iterable[Rank]) -> None:
+        """Have ranks forget what nothing leads to."""
+        gone = [copy for rank in ranks for copy in rank.forget()]
+        # A class is in a cycle: it is gone once a collection has found it between two jobs.
+        if any(isinstance(copy, type) for copy in gone):
+            for _ in range(2):
+                self.ask("%%distributed\ngc.collect();")
+
+    def changed(self, name: str, used: Mapping[int, set[str]]) -> str:
+        """Return what is told of a variable that ranks use, "" if it has not been changed in place."""
+        users = [rank for rank, names in used.items() if name in names and not self.ranks[rank].has_own(name)]
+        sent = {rank: self.ranks[rank].stale_version(name, self.variables[name]) for rank in users}
+        older = [rank for rank, version in sent.items() if version is not None]
+        if not older:
+            return ""
+        if all(version == sent[older[0]] for version in sent.values()):
+            return "changed"
+        words = [f"rank {rank} {'another' if at else 'an'} older value" for at, rank in enumerate(older)]
+        return ", ".join([*words, *(f"rank {rank} the notebook's" for rank in users if rank not in older)])
 
     def named(self, argument: Any) -> Any:
         """Return an argument of a step with this notebook's names."""
@@ -352,9 +371,6 @@ class Notebook:
     def drop(self, name: str) -> None:
         if all(rank.has(name) for rank in self.ranks):
             self.there(f"del {name}\nNone", {name})
-            # What is in a cycle is gone once a collection has found it between two jobs.
-            for _ in range(2):
-                self.ask("%%distributed\ngc.collect();")
 
     def push(self, name: str) -> None:
         if name in self.variables:
@@ -363,7 +379,7 @@ class Notebook:
             self.ask(f"%distributed push {name}")
             for rank in self.ranks:
                 rank.push(name, self.variables[name], self.variables)
-                rank.forget()
+            self.forget(self.ranks)
 
     def lose(self, name: str) -> None:
         """Use a variable in a cell whose variables do not all arrive: nothing of it has happened."""

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from patience import eventually
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from training import STEPS
 
 import nblaunch
@@ -181,6 +182,25 @@ model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(nblaunch.NblaunchError, match="whose reduce_grads was set"):
             session.save(tmp_path / "save")
     assert saved.open_saved(str(tmp_path / "save")).left_out.keys() == {"ddp"}
+
+
+@pytest.mark.skipif(
+    not hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"),
+    reason="before torch 2.15 all parameters have one precision",
+)
+def test_a_precision_for_each_parameter_cannot_come_back_and_is_named(tmp_path):
+    precise = """
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+policy = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, param_dtype_override_fn=lambda each: each.dtype if each.dim() == 1 else None
+)
+model = fully_shard(torch.nn.Linear(2, 2), mp_policy=policy)
+"""
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(precise, namespace={})
+        with pytest.raises(nblaunch.NblaunchError, match="param_dtype_override_fn"):
+            session.save(tmp_path / "save")
 
 
 def test_an_environment_variable_of_the_command_line_counts_more_than_a_saved_one(save):

@@ -56,9 +56,10 @@ CASES = {
     "kind": ("dist.all_reduce(torch.ones(4))", "dist.broadcast(torch.ones(4), 0)"),
     "size": ("dist.all_reduce(torch.ones(4))", "dist.all_reduce(torch.ones(5))"),
     "type": ("dist.all_reduce(torch.ones(4))", "dist.all_reduce(torch.ones(4, dtype=torch.float64))"),
-    "reduction": (
+    "reduction": pytest.param(
         "dist.all_reduce(torch.ones(4))",
         "dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX)",
+        marks=needs_reductions,
     ),
     "root": ("dist.reduce(torch.ones(4), 0)", "dist.reduce(torch.ones(4), 1)"),
     "barrier": ("dist.barrier()", "dist.all_reduce(torch.ones(1))"),

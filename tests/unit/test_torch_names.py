@@ -24,7 +24,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from torch.distributed import HashStore, _composable_state, distributed_c10d
+from torch.distributed import HashStore, _composable_state, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic import events as torch_events
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import _utils as dtensor_utils
 
 from nblaunch._errors import OptionError
@@ -78,6 +78,11 @@ RENDEZVOUS = (
 )
 STATIC = ("_store",)
 USED = {*AGENT, *CONTEXT, *RENDEZVOUS, *STATIC}
+ROOT_OF_A_MESH = (
+    (DeviceMesh, "_get_root_mesh")
+    if torch.__version__ >= "2.13"
+    else (device_mesh._mesh_resources, "get_root_mesh")
+)
 
 
 def broken(owner: object, name: str) -> str:
@@ -341,7 +346,7 @@ def test_torch_can_still_form_groups_again_in_place_by(owner, name):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (DeviceMesh, "_get_root_mesh"),
+        ROOT_OF_A_MESH,
         (dtensor_utils, "compute_local_shape_and_global_offset"),
         (_fsdp_param_group.FSDPParamGroup, "reshard"),
         (_fsdp_param_group.FSDPParamGroup, "is_sharded"),
@@ -354,11 +359,19 @@ def test_torch_still_has_what_a_save_of_sharded_models_needs(owner, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["mesh_info", "post_forward_mesh_info", "fsdp_params", "mp_policy", "offload_policy"]
+    ("owner", "name"),
+    [
+        (_fsdp_param_group.FSDPParamGroup, "mesh_info"),
+        (_fsdp_param_group.FSDPParamGroup, "post_forward_mesh_info"),
+        (_fsdp_param_group.FSDPParamGroup, "fsdp_params"),
+        (_fsdp_param_group.FSDPParamGroup, "offload_policy"),
+        (_fsdp_param_group.FSDPParam, "mp_policy"),
+        (_fsdp_state.FSDPState, "_mp_policy"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_fsdp2_still_keeps_how_a_model_was_wrapped(name):
-    source = inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
-    assert f"self.{name} =" in source, broken(_fsdp_param_group.FSDPParamGroup, name)
+def test_fsdp2_still_keeps_how_a_model_was_wrapped(owner, name):
+    assert f"self.{name} =" in inspect.getsource(owner), broken(owner, name)
 
 
 def test_fsdp2_still_keeps_how_tensor_parallelism_had_placed_a_parameter():
