@@ -83,14 +83,14 @@ class _RegularSaves:
     def __init__(self, session: LiveSession, directory: str, seconds: float) -> None:
         self._session = weakref.ref(session)
         self._directory, self._seconds = directory, seconds
-        self._last, self._attempt = time.monotonic(), session.attempt
+        self._last, self._times_lost = time.monotonic(), session.times_lost
         self._told = ""
 
     def __call__(self) -> None:
         session = self._session()
         if session is None or time.monotonic() < self._last + self._seconds:
             return
-        why, replaced = "", session.attempt != self._attempt
+        why, replaced = "", session.times_lost != self._times_lost
         try:
             if replaced:
                 why = "ranks were replaced, and have lost variables that are in it"

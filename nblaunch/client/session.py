@@ -164,6 +164,8 @@ class LiveSession:
         self._line = line
         self._attempt = opened.attempt
         self._names = {each.rank: each for each in opened.names}
+        self.times_lost = 0
+        """How often ranks have lost variables that did not come back."""
         self._reborn = opened.reborn
         """Ranks that were started again, before they have got variables from the others."""
         self._notes = notes
@@ -380,10 +382,12 @@ class LiveSession:
         if outcome.error is None:
             found: Revived = next(filter(None, outcome.result.values))
             self._knowledge.revived(ranks, found)
+            self.times_lost += bool(found.lost)
             self.note(_describe_revived(ranks, found))
         else:
             root = outcome.result.root_cause
             why = str(outcome.error) if root is None else root.message
+            self.times_lost += 1
             self.note(f"{format_ranks(ranks)} got no variables from the other ranks: {why}")
         self._runtime.note(wire.RanksRevived(session=self._key, attempt=self._attempt))
 
@@ -535,6 +539,7 @@ class LiveSession:
                     self._knowledge.lost({names.rank: names.lost})
             case wire.RanksReplaced(session=self._key, attempt=attempt, world_size=size, backend=backend):
                 self._attempt, self._names, self._reborn = attempt, {}, {}
+                self.times_lost += 1
                 backend = backend or self.placement.backend
                 self.placement = replace(self.placement, nproc=size, backend=backend)
             case wire.RanksRenumbered(session=self._key):
@@ -557,6 +562,9 @@ class LiveSession:
         self.failed_last = next((rank for rank, before in event.kept.items() if before == failed), 0)
         self._knowledge.renumber(self._attempt, event.attempt, event.kept, event.world_size)
         self._attempt, self._reborn = event.attempt, event.reborn
+        self.times_lost += any(
+            rank not in self._reborn for rank in range(event.world_size) if rank not in event.kept
+        )
         self.placement = replace(self.placement, nproc=event.world_size)
 
     def _take_owner(self, by: wire.ClientRecord | None) -> None:

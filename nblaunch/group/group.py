@@ -42,7 +42,7 @@ from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState
-from nblaunch.rank.sketches import last_known
+from nblaunch.protocol.variables import last_known
 
 _ANSWER_SECONDS = 1.0
 _MEASURE_SECONDS = 2.0  # a busy node reads the memory of all its ranks first

@@ -45,8 +45,9 @@ At a `Preemption` the ranks save. The running job is interrupted, waits until al
 ends as an interrupted job does. A fresh group ends with it, without a restart.
 
 From any stage: an exit is folded once the rank's last messages have had 0.05 s to arrive. If a persistent
-rank dies, torchelastic ends the others, and the job ends with STARTING. At the latest, a job ends with the
-agent.
+rank dies, the others end the job, and regroup with another one in its place (`CHANGING` without their end).
+On nodes, and if none is left, torchelastic starts all anew, and the job ends with STARTING. At the latest, a
+job ends with the agent.
 """
 
 from __future__ import annotations

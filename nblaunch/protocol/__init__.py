@@ -26,6 +26,7 @@ Invariants:
 Modules, each after those that it imports:
 
     messages    between the runtime and its ranks: the structs, and their encoding
+    variables   what is known of the variables of ranks, by numbers that are the same for values that are
     metrics     what ranks have logged: an append-only log that shares all it has
     ranks       a set of ranks, and a mapping by rank, for thousands of them
     reports     `HangReport`, where the ranks of a run were at one moment; ranks, frames and sizes as text

@@ -24,7 +24,7 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 9
+CLIENT_PROTOCOL = 10
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + messages.PROTOCOL_VERSION
 """The version that a client and a runtime compare: clients get messages of ranks unchanged."""

@@ -25,14 +25,12 @@ The phases of its life, by the names that error messages use:
 An interrupt: the control thread sends SIGINT to the main thread only while a job is at work, and reports
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
 A collective, which cannot be, is aborted (NCCL) or cut off (gloo). With `Preempt` before it, the rank saves.
-Output goes into two log files, which survive SIGKILL; `Switched` and `Offsets` tell its order to the hub.
 
 Invariants:
   * A rank ends when the hub sends Leave. One that failed stays until its peers have reported.
   * A job's payload is kept once it is whole on every rank of a session (`Arrived`, `Proceed`), or undone.
   * Whatever a job raises becomes `Raised`; a rank that cannot report it writes to stderr and exits 1.
-  * The user's code sees what torchrun's would: environment, signals, `__main__`, process groups.
-  * Only this process is touched: children of the job are reaped here, and end with it.
+  * The user's code sees what torchrun's would. Only this process is touched; its children end with it.
 
 Modules, each after those that it imports:
 

@@ -123,7 +123,7 @@ def _take(meeting: saving.Meeting, payload: Payload, known: LastKnown) -> dict[s
     assert namespace.here is not None  # noqa: S101 - a session's rank
     here, parts = namespace.here, shared_memory.get(payload, private=True)
     content = pickle.loads(parts[0])  # noqa: S301 - from a rank of this session
-    loaded = saving.Loaded(meeting)
+    loaded = saving.Unpickled(meeting)
     with loaded.loading():
         loaded.take(content["variables"], iter(parts[1:]))
     own = _candidates(known, meeting.world_size)

@@ -193,7 +193,7 @@ def _environ() -> Any:
 
 
 Data = memoryview | tensors.Far
-Packed = tuple[str, int, bytes, int]
+PackedVariable = tuple[str, int, bytes, int]
 """A variable's name, the key of its first object, its pickle, and the number of its buffers."""
 
 
@@ -214,7 +214,7 @@ class _VariablePickle:
     def size(self) -> int:
         return len(self.stream) + sum(each.nbytes for each in self.buffers)
 
-    def packed(self, name: str) -> Packed:
+    def packed(self, name: str) -> PackedVariable:
         return name, self.first_key, self.stream, len(self.buffers)
 
 
@@ -818,7 +818,7 @@ def is_imported(value: object) -> bool:
     return isinstance(value, type | types.FunctionType) and not is_by_value(value)
 
 
-class Loaded:
+class Unpickled:
     """Variables that have been unpickled, by name, and those that were lost, with the reason."""
 
     def __init__(self, meeting: Meeting) -> None:
@@ -837,7 +837,7 @@ class Loaded:
         finally:
             sharded.loading = None
 
-    def take(self, variables: Iterable[Packed], buffers: Iterator[memoryview]) -> None:
+    def take(self, variables: Iterable[PackedVariable], buffers: Iterator[memoryview]) -> None:
         """Unpickle variables, each by itself."""
         for name, first_key, stream, count in variables:
             parts = [memoryview(stream), *itertools.islice(buffers, count)]
@@ -858,7 +858,7 @@ class Loaded:
         return self.objects[key]
 
 
-class _Loading(Loaded):
+class _Loading(Unpickled):
     """What a rank loads; its variables are whole once it is finished."""
 
     def __init__(self, meeting: Meeting, manifest: saved.SavedSession) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.protocol.messages import LastKnown, Names
+from nblaunch.protocol.variables import UNKNOWN, is_whole, numbered
 
 _MOST_NAMES = 256
 _MOST_PARTS, _MOST_DEPTH = 64, 3
@@ -30,18 +30,6 @@ _MOST_BYTES = 64 << 20
 _PIECE = 16 << 20
 # Of how long the job took.
 _SHARE, _LEAST_SECONDS = 0.1, 0.005
-
-UNKNOWN = 0
-"""The sketch of a variable of which nothing is known."""
-
-
-def is_whole(sketch: int) -> bool:
-    """Return whether two values with this sketch are equal, and not only alike as far as was seen."""
-    return sketch != UNKNOWN and sketch % 2 == 0
-
-
-def _number(checksum: int, *, whole: bool) -> int:
-    return (1 << 40) | checksum << 1 | (not whole)
 
 
 class _Checksum:
@@ -108,41 +96,14 @@ def sketch(value: object) -> int:
         checksum.add(value)
     except Exception:  # noqa: BLE001 - a value may raise anything when it is examined
         return UNKNOWN
-    return _number(checksum.sum, whole=checksum.whole)
-
-
-def last_known(rank: int, names: Mapping[int, Names]) -> LastKnown:
-    """Return what is known of the variables of a rank that has died, by the names that all ranks have told.
-
-    >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
-    >>> last_known(1, names)
-    LastKnown(equal=('x',), alike=(), others=('y',), never=())
-    """
-    own = names.get(rank)
-    if own is None or len(own.sketches) != len(own.names):
-        return LastKnown(others=() if own is None else own.names)
-    of = {each: _numbers(known) for each, known in names.items()}
-    found: dict[str, list[str]] = {"equal": [], "alike": [], "others": []}
-    for name in own.names:
-        known = [each.get(name, (UNKNOWN, UNKNOWN)) for each in of.values()]
-        (number, *others), digests = {each for each, _ in known}, {each for _, each in known}
-        kind = "equal" if is_whole(number) or (len(digests) == 1 and UNKNOWN not in digests) else "alike"
-        differ = others or number == UNKNOWN or len(digests - {UNKNOWN}) > 1
-        found["others" if differ else kind].append(name)
-    never = sorted(set().union(*of.values()).difference(own.names))
-    return LastKnown(**{kind: tuple(each) for kind, each in found.items()}, never=tuple(never))
-
-
-def _numbers(known: Names) -> dict[str, tuple[int, int]]:
-    digests = known.digests or (UNKNOWN,) * len(known.names)
-    return dict(zip(known.names, zip(known.sketches, digests, strict=False), strict=False))
+    return numbered(checksum.sum, whole=checksum.whole)
 
 
 class TooLargeError(Exception):
     """A pickle is larger than is made in passing."""
 
 
-class _Digest(io.RawIOBase):
+class _DigestFile(io.RawIOBase):
     """A file that keeps only the digest of what is written."""
 
     def __init__(self) -> None:
@@ -200,11 +161,11 @@ class Sketches:
         name = self._waiting.pop()
         with contextlib.suppress(Exception):  # whatever the objects raise: nothing more is known then
             if name in variables:
-                self._digests[name] = _number(self._digest(variables[name]), whole=True)
+                self._digests[name] = numbered(self._digest(variables[name]), whole=True)
         return not self._waiting
 
     def _digest(self, value: Any) -> int:
-        file, buffers = _Digest(), list[Any]()
+        file, buffers = _DigestFile(), list[Any]()
         self._pickler(file, buffers=buffers).dump(value)
         for each in buffers:
             if file.size + each.nbytes > _MOST_BYTES:

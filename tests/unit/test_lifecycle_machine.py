@@ -71,9 +71,9 @@ def new_job(size: int = 2, *ranks: int, internal: bool = False, grace: float = G
 class Group:
     """A machine that is fed by hand; each step is checked for what holds in every state."""
 
-    def __init__(self, size: int = 2, *, persistent: bool = False) -> None:
+    def __init__(self, size: int = 2, *, persistent: bool = False, replaces: bool = False) -> None:
         self.size = size
-        self.state = GroupState(persistent=persistent, members=RunState.fresh(size))
+        self.state = GroupState(persistent=persistent, replaces=replaces, members=RunState.fresh(size))
         self.now = 1000.0
         self.done: list[Action] = []
         self.open_jobs = 0
@@ -714,9 +714,9 @@ def joins(group: Group, *ranks: int, number: int = 1) -> list[Action]:
     return actions
 
 
-def idle(size: int = 2) -> Group:
+def idle(size: int = 2, *, replaces: bool = False) -> Group:
     """Return a kept group that has done a job."""
-    group = Group(size, persistent=True).start()
+    group = Group(size, persistent=True, replaces=replaces).start()
     group.feed(*map(returned, range(size)))
     assert group.stage() is Stage.READY
     return group
@@ -853,6 +853,87 @@ def test_a_rank_that_dies_while_it_goes_on_does_not_end_the_session():
     assert Order.STOP_AGENT not in group.after(5)
     assert GONE not in group.notices()
     assert not finished(group.feed(life.AttemptStarting(attempt(2))))
+    assert group.notices()[-1] == GONE
+
+
+# --- a rank that dies on this machine --------------------------------------------------------------
+
+
+def is_replaced(group: Group, *dead: int, number: int = 1) -> list[Action]:
+    """Let others start in place of these ranks."""
+    starting = attempt(number, group.size)
+    kept = {rank: rank for rank in range(group.size) if rank not in dead}
+    group.feed(life.AttemptStarting(starting, kept))
+    return group.feed(life.WorkersForked(starting, frozenset(dead)))
+
+
+def test_an_idle_rank_that_dies_is_replaced_alone_and_all_form_their_group_again():
+    group = idle(3, replaces=True)
+    assert [each for each in group.feed(exited(1)) if isinstance(each, Order)] == [Order.REGROUP_NODES]
+    assert is_replaced(group, 1) == []
+    actions = joins(group, 0, 1, 2)
+    prepared = [each for each in actions if isinstance(each, Send) and isinstance(each.message, wire.Prepare)]
+    assert prepared == [Send(1, msgspec.structs.replace(PREPARE, joins=True))]
+    assert [(each.reform, each.renews) for each in messages(actions, wire.Recover)] == [(True, True)] * 3
+    assert group.stage() is Stage.READY
+    group.submit()
+    assert group.notices() == ("rank 1 was killed by SIGKILL", REFORMED)
+
+
+def test_a_job_that_waits_for_a_rank_to_be_replaced_reaches_none_it_was_captured_for_the_dead_one():
+    group = idle(2, replaces=True)
+    group.feed(exited(1))
+    assert group.submit() == []
+    is_replaced(group, 1)
+    assert Order.FINISH_JOB in group.done
+    assert not [each for each in joins(group, 0, 1) if isinstance(each, life.SendJob)]
+
+
+def test_a_rank_that_dies_in_a_job_ends_it_and_is_replaced_once_the_others_are_idle():
+    group = Group(3, persistent=True, replaces=True).start()
+    assert Order.REGROUP_NODES not in group.feed(exited(2))
+    group.after(0.1)
+    assert group.states() == [State.RUNNING, State.RUNNING, State.FAILED]
+    actions = group.after(0.3)
+    assert sent(actions, wire.Interrupt) == [0, 1]
+    group.feed(*(raised(rank, "builtins.KeyboardInterrupt") for rank in (0, 1)))
+    group.feed(where(0), where(1))
+    group.after(0.1)
+    actions = group.feed(*(wire.Recovered(rank=rank, number=1) for rank in (0, 1)))
+    assert actions == [Order.FINISH_JOB, Order.REGROUP_NODES]
+    assert group.notices() == ("rank 2 is started again; the other ranks keep their variables",)
+    is_replaced(group, 2)
+    joins(group, 0, 1, 2)
+    assert group.stage() is Stage.READY
+
+
+def test_a_rank_that_ends_again_before_it_is_ready_has_all_replaced():
+    group = idle(3, replaces=True)
+    group.feed(exited(1))
+    is_replaced(group, 1)
+    assert Order.RESTART_AGENT in group.feed(exited(1))
+    assert group.state.replacing
+
+
+def test_one_of_the_others_that_dies_meanwhile_is_replaced_next():
+    group = idle(3, replaces=True)
+    group.feed(exited(1))
+    is_replaced(group, 1)
+    group.feed(hello(0, attempt=1), hello(1, attempt=1))
+    group.feed(exited(2))
+    assert Order.RESTART_AGENT not in group.done
+    assert group.done.count(Order.REGROUP_NODES) == 2
+    is_replaced(group, 2, number=2)
+    joins(group, 0, 1, 2, number=2)
+    assert group.stage() is Stage.READY
+
+
+def test_without_a_rank_that_goes_on_torchelastic_starts_all_anew():
+    group = Group(2, persistent=True, replaces=True).start()
+    group.feed(exited(0), exited(1))
+    group.after(0.1)
+    assert not group.state.lost
+    assert finished(group.feed(life.AttemptStarting(attempt(1))))
     assert group.notices()[-1] == GONE
 
 

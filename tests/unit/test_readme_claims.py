@@ -35,6 +35,10 @@ CLAIMS = {
         "tests/ranks/test_session_cells.py::test_variables_stay_from_cell_to_cell",
         "tests/programs/test_attach.py::test_what_the_page_shows_of_coming_back_is_what_is_shown",
     ),
+    "A rank that dies is started again alone, and gets from the others what all ranks had alike.": (
+        "tests/ranks/test_reborn.py::test_the_rank_that_was_killed_has_what_all_had_alike_and_nothing_else",
+        "tests/ranks/test_reborn.py::test_one_other_rank_is_enough_for_what_was_compared_while_all_were_idle",
+    ),
     "`%distributed save` writes their variables to a directory, and `start --from` goes on with them on "
     "another day and another number of ranks.": (
         "tests/ranks/test_save.py::test_what_was_saved_goes_on_in_another_session_as_it_would_have",

@@ -1,0 +1,55 @@
+"""What is known of the variables of a session's ranks: numbers that are the same for values that are.
+
+A rank reports them with the names of its variables (`nblaunch.rank.sketches` makes them). When it dies, they
+tell which of its variables all ranks had alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nblaunch.protocol.messages import LastKnown, Names
+
+UNKNOWN = 0
+"""The number of a variable of which nothing is known."""
+
+
+def numbered(checksum: int, *, whole: bool) -> int:
+    """Return the number of a checksum of 32 bits; it tells whether that is one of the `whole` value."""
+    return (1 << 40) | checksum << 1 | (not whole)
+
+
+def is_whole(number: int) -> bool:
+    """Return whether two values of this number are equal, and not only alike as far as was seen.
+
+    >>> is_whole(numbered(7, whole=True)), is_whole(numbered(7, whole=False)), is_whole(UNKNOWN)
+    (True, False, False)
+    """
+    return number != UNKNOWN and number % 2 == 0
+
+
+def last_known(rank: int, names: Mapping[int, Names]) -> LastKnown:
+    """Return what is known of the variables of a rank that has died, by the names that all ranks have told.
+
+    >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
+    >>> last_known(1, names)
+    LastKnown(equal=('x',), alike=(), others=('y',), never=())
+    """
+    own = names.get(rank)
+    if own is None or len(own.sketches) != len(own.names):
+        return LastKnown(others=() if own is None else own.names)
+    of = {each: _numbers(known) for each, known in names.items()}
+    found: dict[str, list[str]] = {"equal": [], "alike": [], "others": []}
+    for name in own.names:
+        known = [each.get(name, (UNKNOWN, UNKNOWN)) for each in of.values()]
+        (number, *others), digests = {each for each, _ in known}, {each for _, each in known}
+        kind = "equal" if is_whole(number) or (len(digests) == 1 and UNKNOWN not in digests) else "alike"
+        differ = others or number == UNKNOWN or len(digests - {UNKNOWN}) > 1
+        found["others" if differ else kind].append(name)
+    never = sorted(set().union(*of.values()).difference(own.names))
+    return LastKnown(**{kind: tuple(each) for kind, each in found.items()}, never=tuple(never))
+
+
+def _numbers(known: Names) -> dict[str, tuple[int, int]]:
+    digests = known.digests or (UNKNOWN,) * len(known.names)
+    return dict(zip(known.names, zip(known.sketches, digests, strict=False), strict=False))
