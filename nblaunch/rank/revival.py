@@ -74,7 +74,9 @@ class _Sent:
         assert namespace.here is not None  # noqa: S101 - a session's rank
         here = namespace.here
         had = [_candidates(each, len(meeting.ranks)) for each in reborn.values()]
-        wanted = {name for each in had for name, why in each.items() if not why}
+        # An import means the same everywhere.
+        imported = {name for name, value in here.to_save().items() if saving.is_imported(value)}
+        wanted = {name for each in had for name, why in each.items() if not why} | imported
         self._rank = meeting.rank
         made = saving.Save(meeting, here, wanted)
         self._bare = False
@@ -83,10 +85,10 @@ class _Sent:
             bare = saving.Save(meeting, here, wanted, gradients=False)
             self._bare = len(bare.equal) > len(made.equal)
             made = bare if self._bare else made
-        self._lost = {name: why for each in had for name, why in each.items() if why}
+        self._lost = {name: why for each in had for name, why in each.items() if why and name not in imported}
         self._lost |= dict.fromkeys(wanted - made.equal.keys(), _DIFFERS) | made.left_out
         old = set().union(*had, *(each.never for each in reborn.values()))
-        self._lost |= dict.fromkeys(set(here.names()) - old, _NEW)
+        self._lost |= dict.fromkeys(set(here.names()) - old - imported, _NEW)
         self._names = tuple(each for each in made.equal if not saving.is_beside(each))
         self._shown = {each for each in self._names if not saving.is_imported(made.values[each])}
         self._beside = tuple(each for each in made.equal if saving.is_beside(each))
@@ -128,7 +130,11 @@ def _take(meeting: saving.Meeting, payload: Payload, known: LastKnown) -> dict[s
         loaded.take(content["variables"], iter(parts[1:]))
     own = _candidates(known, meeting.world_size)
     beside = {name: value for name, value in loaded.values.items() if saving.is_beside(name)}
-    kept = {name: value for name, value in loaded.values.items() if name not in beside and not own.get(name)}
+    kept = {
+        name: value
+        for name, value in loaded.values.items()
+        if name not in beside and (not own.get(name) or saving.is_imported(value))
+    }
     there = {key: loaded.objects[place] for place, key in content["keys"].items() if place in loaded.objects}
     pickling.keep_as_own(content["classes"])
     here.revived(kept, content["came"], there)

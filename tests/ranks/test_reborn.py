@@ -120,7 +120,7 @@ def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before
         session.cell(SETUP, namespace={})
         with pytest.raises(nblaunch.RunFailedError) as caught:
             session.cell(
-                "step, new = 4, 'new'\nconfig['lr'] = 0.2\n"
+                "import math\nstep, new = 4, 'new'\nconfig['lr'] = 0.2\n"
                 "if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()",
                 namespace={},
             )
@@ -128,6 +128,7 @@ def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before
         assert "rank 1 is started again; the other ranks keep their variables" in caught.value.result.warnings
         found = session.cell("step, config['lr'], globals().get('new')", namespace={})
         assert found.values == [(4, 0.2, "new"), (4, 0.2, None), (4, 0.2, "new")]
+        assert session.cell("math.pi > 3", namespace={}).values == [True] * 3
         assert "new had no copy and is gone (nothing is known of it before the job" in found.warnings[0]
 
 
