@@ -317,13 +317,16 @@ def restore_surroundings(values: Mapping[str, Any], env: Collection[str]) -> Non
     saved_ones: Mapping[str, str] = values.get(ENVIRONMENT, {})
     os.environ.update({name: value for name, value in saved_ones.items() if name not in env})
     shell.remember_sources(values.get(SOURCES, {}))
-    settings = values.get(SETTINGS)
-    if settings and settings != _settings():  # torch imports its compiler to set some of these
+    settings, here = values.get(SETTINGS), _settings()
+    if settings:
         torch.set_grad_enabled(settings["grad"])
         torch.set_default_dtype(settings["dtype"])
-        torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn only"])
         torch.set_float32_matmul_precision(settings["matmul"])
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
+        deterministic = "deterministic", "warn only"
+        if [settings[each] for each in deterministic] != [here[each] for each in deterministic]:
+            # torch imports its compiler for that.
+            torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn only"])
     for name, _, set_state in _random_states():
         if name in values:
             set_state(values[name])
