@@ -22,7 +22,6 @@ from nblaunch.rank import namespace, saving, sharded
 _OWN = "it was not the same on all ranks"
 _UNKNOWN = "one other rank has it, and whether theirs were the same is not known"
 _NEW = "nothing is known of it before the job that was cut off"
-_DIFFERS = "it is not the same on the ranks that have it"
 
 
 def pickler(file: Any, *, buffers: list[Any]) -> Any:
@@ -86,7 +85,7 @@ class _Sent:
             self._bare = len(bare.equal) > len(made.equal)
             made = bare if self._bare else made
         self._lost = {name: why for each in had for name, why in each.items() if why and name not in imported}
-        self._lost |= dict.fromkeys(wanted - made.equal.keys(), _DIFFERS) | made.left_out
+        self._lost |= dict.fromkeys(wanted - made.equal.keys(), _OWN) | made.left_out
         old = set().union(*had, *(each.never for each in reborn.values()))
         self._lost |= dict.fromkeys(set(here.names()) - old - imported, _NEW)
         self._names = tuple(each for each in made.equal if not saving.is_beside(each))
