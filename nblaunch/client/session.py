@@ -359,7 +359,7 @@ class LiveSession:
         Before anything is sent to them: they would get what the others have changed since.
         """
         self._take_events()
-        while self._reborn and self._owns:
+        while self._reborn and self.held_by is None and not self._watches_only:
             reborn, self._reborn = self._reborn, {}
             token, ranks = secrets.token_hex(8), range(self.world_size)
             job = self._query("revive", ranks, _notebook.ask_saving, "revive", token, reborn)
@@ -389,7 +389,7 @@ class LiveSession:
             why = str(outcome.error) if root is None else root.message
             self.times_lost += 1
             self.note(f"{format_ranks(ranks)} got no variables from the other ranks: {why}")
-        self._runtime.note(wire.RanksRevived(session=self._key, attempt=self._attempt))
+        self._runtime.note(wire.RanksRevived(session=self._key, attempt=self._attempt, ranks=tuple(ranks)))
 
     def note(self, text: str) -> None:
         """Say this with the next job whose result the user sees."""
@@ -887,14 +887,28 @@ def _describe_revived(ranks: Collection[int], found: Revived) -> str:
     reasons: dict[str, list[str]] = {}
     for name, why in sorted(found.lost.items()):
         reasons.setdefault(why, []).append(name)
-    gone = [
+    parts = [
         f"{', '.join(names)} had no copy and {'is' if len(names) == 1 else 'are'} gone ({why})"
         for why, names in reasons.items()
     ]
-    bare = "" if found.gradients else ", without gradients, which differed"
-    came = f"{', '.join(found.shown) or 'no variable'} from rank {found.source}{bare}"
+    notebooks = sorted(found.lost.keys() & (_notebook.namespace() or {}).keys())
+    if notebooks:
+        parts.append(
+            f"of {', '.join(notebooks)} a cell sends the notebook's, which the other ranks may have changed"
+        )
+    if found.changed:
+        parts.append(
+            f"{', '.join(found.changed)} as the cell that was cut off left them on rank {found.source}"
+        )
+    if found.assumed:
+        parts.append(f"{', '.join(found.assumed)} as the other ranks agree, not compared before")
+    if not found.gradients:
+        parts.append("without gradients, which differed")
+    if found.anew:
+        parts.append(f"{', '.join(found.anew)}: anew")
+    came = f"{', '.join(found.shown) or 'no variable'} from rank {found.source}"
     is_back = f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} back: {came}"
-    return "; ".join((is_back, *gone))
+    return "; ".join((is_back, *parts))
 
 
 def _steps_of(name: str) -> list[str]:

@@ -104,6 +104,8 @@ class WorkerGroup:
         """Of a persistent group: the variables that each rank has."""
         self._names_before: dict[int, messages.Names] = {}
         """Those before the job."""
+        self._gone: dict[int, dict[int, messages.Names]] = {}
+        """Ranks that have died, with what all had before the job that this cut off; empty if it was none."""
         self.reborn: dict[int, messages.LastKnown] = {}
         """Ranks that were started again, and have not got variables yet, with what they had."""
         self.listener: GroupListener | None = None
@@ -291,7 +293,7 @@ class WorkerGroup:
             self._go_on(started, kept)
             return
         self.logs.close()
-        self.names, self.reborn = {}, {}
+        self.names, self.reborn, self._gone = {}, {}, {}
         for host in self._hosts:
             host.begin_attempt()
         self.feed(lifecycle.AttemptStarting(started))
@@ -310,19 +312,21 @@ class WorkerGroup:
         self.feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
 
     def rank_gone(self, exited: messages.Exited) -> None:
-        if self.life.replaces:
-            self._keep_known(exited.rank)
-        self.feed(exited)
-
-    def _keep_known(self, rank: int) -> None:
-        """Keep what is known of the variables of a rank that has died; it may get them from others."""
-        if rank in self.reborn:
-            return  # it had none, and what it had before is known
-        job, at_work = self.life.working, self.life.working_ranks.get(rank)
+        job, at_work = self.life.working, self.life.working_ranks.get(exited.rank)
         # Not whether it has begun: the message that says so may have been lost with the rank.
         cut_off = job is not None and job.dispatched and at_work is not None and not at_work.state.final
-        names = self._names_before if cut_off else self.names
-        self.reborn[rank] = last_known(rank, {r: each for r, each in names.items() if r not in self.reborn})
+        self._gone[exited.rank] = self._names_before if cut_off else {}
+        self.feed(exited)
+
+    def _keep_known(self, kept: Mapping[int, int]) -> None:
+        """Keep what is known of the variables of ranks that have died; they may get them from others."""
+        whole = {rank: each for rank, each in self.names.items() if rank not in self.reborn}
+        for rank, before in self._gone.items():
+            # One that had not got any yet is still to get what it had before.
+            if rank not in kept and rank not in self.reborn:
+                among = {each: known for each, known in before.items() if each in whole} or whole
+                self.reborn[rank] = last_known(rank, among, whole if before else None)
+        self._gone = {}
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Release those of these ranks that have failed: none is still at work."""
@@ -418,6 +422,8 @@ class WorkerGroup:
         self.feed(Trigger.HUB_LOST)
 
     def _go_on(self, message: messages.AttemptStarted, kept: Mapping[int, int]) -> None:
+        if self.life.replaces:
+            self._keep_known(kept)
         names = self.names
         self.names = {
             rank: msgspec.structs.replace(names[before], rank=rank)

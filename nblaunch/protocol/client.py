@@ -577,6 +577,7 @@ class RanksRevived(_Note, frozen=True):
 
     session: str
     attempt: int
+    ranks: tuple[int, ...]
 
 
 ClientNote = ReleaseJob | DismissSession | RanksRevived

@@ -504,21 +504,27 @@ class LastKnown(msgspec.Struct, frozen=True):
     others: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
     """Variables of other ranks that it did not have."""
+    changed: tuple[str, ...] = ()
+    """Of its variables, those that other ranks have changed in the job in which it died."""
 
 
 class Revived(msgspec.Struct, frozen=True):
     """The variables that ranks that were started again have got from rank `source`.
 
-    `keys` are those of the notebook's objects that came along; `beside` names what is no variable. The names
-    that are `shown` are not imported ones.
+    `keys` are those of the notebook's objects that came along; `anew` names what is no variable, and begins
+    anew. The names that are `shown` are not imported ones.
     """
 
-    source: int
-    names: tuple[str, ...]
-    shown: tuple[str, ...]
     lost: dict[str, str]
+    source: int = 0
+    names: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
     keys: tuple[int, ...] = ()
-    beside: tuple[str, ...] = ()
+    anew: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    """Of `shown`, those that have come as a job that was cut off had left them."""
+    assumed: tuple[str, ...] = ()
+    """Of `shown`, those that are the same on the other ranks, and had not been compared whole before."""
     gradients: bool = True
     """Whether gradients came along, which all ranks had alike."""
 

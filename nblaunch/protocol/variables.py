@@ -28,12 +28,19 @@ def is_whole(number: int) -> bool:
     return number != UNKNOWN and number % 2 == 0
 
 
-def last_known(rank: int, names: Mapping[int, Names]) -> LastKnown:
-    """Return what is known of the variables of a rank that has died, by the names that all ranks have told.
+def outdated(digest: int) -> int:
+    """Return the number of a digest that was taken before the last job: it no longer tells of equality."""
+    return digest | 1
+
+
+def last_known(rank: int, names: Mapping[int, Names], now: Mapping[int, Names] | None = None) -> LastKnown:
+    """Return what is known of the variables of a rank that has died, by the `names` that all ranks have told.
+
+    If it has died in a job, these are from before that; `now` is what the others have told since.
 
     >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
     >>> last_known(1, names)
-    LastKnown(equal=('x',), alike=(), others=('y',), never=())
+    LastKnown(equal=('x',), alike=(), others=('y',), never=(), changed=())
     """
     own = names.get(rank)
     if own is None or len(own.sketches) != len(own.names):
@@ -41,13 +48,28 @@ def last_known(rank: int, names: Mapping[int, Names]) -> LastKnown:
     of = {each: _numbers(known) for each, known in names.items()}
     found: dict[str, list[str]] = {"equal": [], "alike": [], "others": []}
     for name in own.names:
-        known = [each.get(name, (UNKNOWN, UNKNOWN)) for each in of.values()]
-        (number, *others), digests = {each for each, _ in known}, {each for _, each in known}
-        kind = "equal" if is_whole(number) or (len(digests) == 1 and UNKNOWN not in digests) else "alike"
-        differ = others or number == UNKNOWN or len(digests - {UNKNOWN}) > 1
-        found["others" if differ else kind].append(name)
+        found[_kind([each.get(name, (UNKNOWN, UNKNOWN)) for each in of.values()])].append(name)
+    since = {each: _numbers(known) for each, known in (now or {}).items() if each != rank and each in of}
+    changed = [
+        name
+        for name in own.names
+        if any(
+            name in known and known[name][0] != of[each].get(name, (UNKNOWN,))[0]
+            for each, known in since.items()
+        )
+    ]
     never = sorted(set().union(*of.values()).difference(own.names))
-    return LastKnown(**{kind: tuple(each) for kind, each in found.items()}, never=tuple(never))
+    kinds = {kind: tuple(each) for kind, each in found.items()}
+    return LastKnown(**kinds, never=tuple(never), changed=tuple(changed))
+
+
+def _kind(known: list[tuple[int, int]]) -> str:
+    (number, *others), digests = {each for each, _ in known}, {each for _, each in known}
+    fresh = {each for each in digests if is_whole(each)}
+    old = digests - fresh - {UNKNOWN}
+    if others or number == UNKNOWN or len(fresh) > 1 or len(old) > 1:
+        return "others"
+    return "equal" if is_whole(number) or digests == fresh else "alike"
 
 
 def _numbers(known: Names) -> dict[str, tuple[int, int]]:

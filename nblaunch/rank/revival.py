@@ -19,7 +19,8 @@ from nblaunch.capture import arrays, pickling, shared_memory
 from nblaunch.protocol.messages import LastKnown, Payload, Revived
 from nblaunch.rank import namespace, saving, sharded
 
-_OWN = "it was not the same on all ranks"
+_OWN = "it was not the same on all ranks, as far as is known"
+_NOBODY = "no other rank has it"
 _UNKNOWN = "one other rank has it, and whether theirs were the same is not known"
 _NEW = "nothing is known of it before the job that was cut off"
 
@@ -44,18 +45,21 @@ def revive(token: str, reborn: Mapping[int, LastKnown]) -> Revived | None:
     """
     meeting = saving.Meeting(token)
     sources = [rank for rank in meeting.ranks if rank not in reborn]
+    if not sources:
+        had = (_candidates(each, 0) for each in reborn.values())
+        return Revived(lost={name: _NOBODY for each in had for name in each})
     with meeting.together():
         if meeting.rank in reborn:
             payload = msgspec.json.decode(meeting.tell("")[sources[0]], type=Payload)
-            meeting.tell(_take(meeting, payload, reborn[meeting.rank]))
+            meeting.tell(_take(meeting, payload, _candidates(reborn[meeting.rank], len(sources))))
             return None
         sent = _Sent(saving.Meeting(f"{token} sources", ranks=sources), reborn)
         first = meeting.rank == sources[0]
         with contextlib.ExitStack() as held:
             payload = held.enter_context(sent.put()).payload if first else Payload(sizes=())
             meeting.tell(msgspec.json.encode(payload).decode())
-            lost = meeting.tell({})
-    return sent.report(lost) if first else None
+            told = meeting.tell([{}, []])
+    return sent.report([told[rank] for rank in reborn]) if first else None
 
 
 def _candidates(known: LastKnown, sources: int) -> dict[str, str]:
@@ -76,7 +80,7 @@ class _Sent:
         # An import means the same everywhere.
         imported = {name for name, value in here.to_save().items() if saving.is_imported(value)}
         wanted = {name for each in had for name, why in each.items() if not why} | imported
-        self._rank = meeting.rank
+        self._rank, self._reborn = meeting.rank, reborn
         made = saving.Save(meeting, here, wanted)
         self._bare = False
         if not wanted <= made.equal.keys():
@@ -85,20 +89,26 @@ class _Sent:
             self._bare = len(bare.equal) > len(made.equal)
             made = bare if self._bare else made
         self._lost = {name: why for each in had for name, why in each.items() if why and name not in imported}
-        self._lost |= dict.fromkeys(wanted - made.equal.keys(), _OWN) | made.left_out
+        self._lost |= dict.fromkeys(wanted - made.equal.keys(), _OWN)
+        self._lost |= {name: why for name, why in made.left_out.items() if name in wanted}
         old = set().union(*had, *(each.never for each in reborn.values()))
         self._lost |= dict.fromkeys(set(here.names()) - old - imported, _NEW)
-        self._names = tuple(each for each in made.equal if not saving.is_beside(each))
+        # Of one other rank it is not known whether the dead one had the same beside its variables.
+        left = {each for each in made.equal if len(meeting.ranks) == 1 and each in saving.OF_A_RANK}
+        sent = {name: each for name, each in made.equal.items() if name not in left}
+        self._names = tuple(each for each in sent if not saving.is_beside(each))
         self._shown = {each for each in self._names if not saving.is_imported(made.values[each])}
-        self._beside = tuple(each for each in made.equal if saving.is_beside(each))
-        self._keys = here.keys_of(made.stream.keys)
+        self._beside = tuple(each for each in saving.OF_A_RANK if each not in sent and made.values.get(each))
+        # Equal ones come first.
+        end = min((each.first_key for each in made.own.values()), default=len(made.stream.keys) + 1)
+        places = {key: (place, obj) for key, (place, obj) in made.stream.keys.items() if place < end}
         content = {
-            "variables": [each.packed(name) for name, each in made.equal.items()],
-            "keys": self._keys,
+            "variables": [each.packed(name) for name, each in sent.items()],
+            "keys": here.keys_of(places),
             "came": here.came(self._names),
             "classes": frozenset(pickling.received_classes.values()),
         }
-        buffers = tuple(buffer for each in made.equal.values() for buffer in each.buffers)
+        buffers = tuple(buffer for each in sent.values() for buffer in each.buffers)
         self._packed = pickling.Packed(memoryview(pickle.dumps(content)), buffers)
         self._directory = here.directory
 
@@ -106,28 +116,38 @@ class _Sent:
         """Hold it where the others can map it."""
         return shared_memory.put(self._packed, lambda: self._directory)
 
-    def report(self, lost: Sequence[Mapping[str, str]]) -> Revived:
-        gone = {name: why for each in lost for name, why in each.items()}
+    def report(self, told: Sequence[tuple[Mapping[str, str], Sequence[int]]]) -> Revived:
+        """Return what the ranks have that were started again, by what they have told."""
+        gone = {name: why for lost, _ in told for name, why in lost.items()}
+        names = [each for each in self._names if each not in gone]
+        shown = [each for each in names if each in self._shown]
+        known = self._reborn.values()
         return Revived(
             source=self._rank,
-            names=tuple(each for each in self._names if each not in gone),
-            shown=tuple(each for each in self._names if each in self._shown - gone.keys()),
+            names=tuple(names),
+            shown=tuple(shown),
             lost=self._lost | gone,
-            keys=tuple(self._keys.values()),
-            beside=self._beside,
+            keys=tuple(set.intersection(*(set(keys) for _, keys in told))),
+            anew=self._beside,
+            changed=tuple(each for each in shown if any(each in of.changed for of in known)),
+            assumed=tuple(each for each in shown if any(each in of.alike for of in known)),
             gradients=not self._bare,
         )
 
 
-def _take(meeting: saving.Meeting, payload: Payload, known: LastKnown) -> dict[str, str]:
-    """Take variables that have come; return those that are lost, with the reason."""
+def _take(
+    meeting: saving.Meeting, payload: Payload, own: Mapping[str, str]
+) -> tuple[dict[str, str], list[int]]:
+    """Take variables that have come; return those that are lost, with the reason, and the keys of objects.
+
+    `own` are those that this rank had, with why it cannot have them.
+    """
     assert namespace.here is not None  # noqa: S101 - a session's rank
     here, parts = namespace.here, shared_memory.get(payload, private=True)
     content = pickle.loads(parts[0])  # noqa: S301 - from a rank of this session
     loaded = saving.Unpickled(meeting)
     with loaded.loading():
         loaded.take(content["variables"], iter(parts[1:]))
-    own = _candidates(known, meeting.world_size)
     beside = {name: value for name, value in loaded.values.items() if saving.is_beside(name)}
     kept = {
         name: value
@@ -138,4 +158,4 @@ def _take(meeting: saving.Meeting, payload: Payload, known: LastKnown) -> dict[s
     pickling.keep_as_own(content["classes"])
     here.revived(kept, content["came"], there)
     saving.restore_surroundings(beside, frozenset())
-    return loaded.lost
+    return loaded.lost, list(there)

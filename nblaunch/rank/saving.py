@@ -57,6 +57,8 @@ _SEARCH_SECONDS = 1.0
 SETTINGS, ENVIRONMENT = "settings of torch", "environment variables"
 SOURCES, NOTEBOOKS = "sources of functions", "code of the notebook"
 """What is saved beside the variables. No variable has such a name, nor "random state of Python"."""
+OF_A_RANK = ("random state of Python", "random state of torch", "random state of CUDA", ENVIRONMENT)
+"""Of these, what each rank may have for itself; NumPy's random state always is."""
 
 
 class Meeting:

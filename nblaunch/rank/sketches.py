@@ -1,9 +1,10 @@
 """Sketches of a rank's variables: short numbers that tell later whether all ranks had a variable alike.
 
-A rank that dies takes its variables along. One that was the same on all ranks can be copied from another; one
-that was not must not be. So each rank of a session reports sketches with the names of its variables. After a
-job these are cheap: small values whole, of all else the type and the shape. While the rank is idle, and for a
-tenth of the time that its last job took, it sketches the others by their pickles, as a save compares them.
+A rank that dies takes its variables along. One that was the same on all ranks can be copied from another;
+one that was not must not be. So each rank of a session reports sketches with the names of its variables.
+After a job these are cheap: small values whole, of all else the type, the shape and some parts. While the
+rank is idle, and for a tenth of the time that its last job took, it digests the pickles of the others, as a
+save compares them, as far as that is quick.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import time
 import types
 import zlib
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import torch
 
-from nblaunch.protocol.variables import UNKNOWN, is_whole, numbered
+from nblaunch.protocol.variables import UNKNOWN, is_whole, numbered, outdated
 
 _MOST_NAMES = 256
 _MOST_PARTS, _MOST_DEPTH = 64, 3
 _SMALL = 64
-_LONG = 1000
+_LONG, _LONG_TEXT = 1000, 64 << 10
+# How long a pickle may take that is made in passing.
+_MOST_SECONDS = 0.25
 # A pickle beyond this is not made in passing, nor are buffers beyond it read.
 _MOST_BYTES = 64 << 20
 _PIECE = 16 << 20
@@ -43,43 +48,80 @@ class _Checksum:
         self._left -= 1
         if self._left < 0 or depth > _MOST_DEPTH:
             self.whole = False
-            return
-        if kind in _PLAIN:
-            self._take(repr(value).encode())
-        elif kind is int:
-            whole = repr(value) if value.bit_length() < _LONG else hex(value)
-            self._take(whole.encode())
-        elif kind is str:
-            self._take(b"s" + value.encode("utf-8", "surrogatepass"))
-        elif kind is bytes:
-            self._take(b"b" + value)
-        elif kind in {list, tuple}:
-            self._take(f"{kind.__name__} {len(value)}".encode())
-            for each in value[: _MOST_PARTS + 1]:
-                self.add(each, depth + 1)
-        elif kind is dict:
-            self._take(f"dict {len(value)}".encode())
-            for key, each in list(value.items())[: _MOST_PARTS + 1]:
-                self.add(key, depth + 1)
-                self.add(each, depth + 1)
+        elif kind in _PLAIN or (kind is int and value.bit_length() < _LONG) or isinstance(value, PurePath):
+            self._take(kind.__name__, repr(value).encode())
+        elif kind in {str, bytes}:
+            self._text(kind.__name__, value)
+        elif kind in {list, tuple, dict, set, frozenset}:
+            self._container(value, depth)
         elif kind is types.ModuleType:
-            self._take(b"module " + value.__name__.encode())
+            self._take("module", value.__name__.encode())
+        elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+            self._take(kind.__name__, f"{value.__module__}.{value.__qualname__}".encode())
+            self.whole = False
         elif kind in {torch.Tensor, torch.nn.Parameter}:
             self._tensor(value)
+        elif kind.__module__ == "numpy":
+            self._of_numpy(value)
         else:
-            self._take(f"{kind.__module__}.{kind.__qualname__}".encode())
+            self._take("object", f"{kind.__module__}.{kind.__qualname__}".encode())
             self.whole = False
+            attributes = getattr(value, "__dict__", None)
+            if type(attributes) is dict:
+                self._items(attributes, depth)
 
-    def _take(self, data: bytes) -> None:
-        self.sum = zlib.crc32(data, self.sum)
+    def _take(self, kind: str, data: bytes) -> None:
+        self.sum = zlib.crc32(data, zlib.crc32(f"{kind} {len(data)} ".encode(), self.sum))
+
+    def _text(self, kind: str, value: str | bytes) -> None:
+        if len(value) > _LONG_TEXT:
+            self.whole = False
+            self._take(kind, str(len(value)).encode())
+        for each in (value,) if len(value) <= _LONG_TEXT else (value[:_LONG], value[-_LONG:]):
+            self._take(kind, each.encode("utf-8", "surrogatepass") if isinstance(each, str) else each)
+
+    def _container(self, value: Any, depth: int) -> None:
+        self._take(type(value).__name__, str(len(value)).encode())
+        if isinstance(value, dict):
+            self._items(value, depth)
+            return
+        first = list(itertools.islice(value, _MOST_PARTS + 1))
+        if isinstance(value, set | frozenset):
+            # Their order is another one on each machine.
+            self.whole = self.whole and all(type(each) in _PLAIN | {int, str} for each in first)
+            first.sort(key=repr)
+        for each in first:
+            self.add(each, depth + 1)
+
+    def _items(self, items: dict[Any, Any], depth: int) -> None:
+        for key, each in itertools.islice(items.items(), _MOST_PARTS + 1):
+            self.add(key, depth + 1)
+            self.add(each, depth + 1)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        shape = tuple(tensor.shape)
-        self._take(f"{tensor.dtype} {shape} {tensor.device.type} {tensor.requires_grad}".encode())
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() <= _SMALL:
-            self._take(repr(tensor.detach().tolist()).encode())
-        else:
+        shape, device = tuple(tensor.shape), tensor.device.type
+        self._take("tensor", f"{tensor.dtype} {shape} {device} {tensor.requires_grad}".encode())
+        parts = tensor.grad_fn is not None or tensor.grad is not None or tensor._backward_hooks  # noqa: SLF001
+        self.whole = self.whole and not (parts or tensor.__dict__)
+        if device != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
             self.whole = False
+            return
+        step = max(tensor.numel() // _SMALL, 1)
+        self.whole = self.whole and step == 1
+        self._take("elements", repr(tensor.detach().view(-1)[::step][: 2 * _SMALL].tolist()).encode())
+
+    def _of_numpy(self, value: Any) -> None:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        self._take("numpy", f"{type(value).__qualname__} {shape} {dtype}".encode())
+        if shape is None or dtype is None or dtype.hasobject:
+            self.whole = False
+            return
+        step = max(value.size // _SMALL, 1)
+        self.whole = self.whole and step == 1
+        self._take(
+            "elements",
+            repr(value.flat[::step][: 2 * _SMALL].tolist()).encode() if shape else repr(value).encode(),
+        )
 
 
 _PLAIN = frozenset({bool, float, complex, type(None), torch.dtype, torch.device, range, slice})
@@ -100,7 +142,7 @@ def sketch(value: object) -> int:
 
 
 class TooLargeError(Exception):
-    """A pickle is larger than is made in passing."""
+    """A pickle is larger than is made in passing, or takes longer."""
 
 
 class _DigestFile(io.RawIOBase):
@@ -109,6 +151,7 @@ class _DigestFile(io.RawIOBase):
     def __init__(self) -> None:
         super().__init__()
         self.hash, self.size = hashlib.sha256(), 0
+        self._until = time.monotonic() + _MOST_SECONDS
 
     def writable(self) -> bool:
         return True
@@ -116,7 +159,7 @@ class _DigestFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data)
         self.size += view.nbytes
-        if self.size > _MOST_BYTES:
+        if self.size > _MOST_BYTES or time.monotonic() > self._until:
             raise TooLargeError
         self.hash.update(view)
         return view.nbytes
@@ -130,13 +173,19 @@ class Sketches:
         self._pickler = pickler
         self._of: dict[str, int] = {}
         self._digests: dict[str, int] = {}
+        self._before: dict[str, tuple[int, int]] = {}
+        """The address and the sketch of each after the last job."""
         self._waiting: list[str] = []
         self._until = float("inf")
 
     def begin(self, variables: Mapping[str, Any], seconds: float) -> None:
         """Sketch all after a job, which took so many `seconds`."""
         names = sorted(variables)[:_MOST_NAMES]
-        self._of, self._digests = {name: sketch(variables[name]) for name in names}, {}
+        of, before = {name: sketch(variables[name]) for name in names}, self._before
+        self._before = {name: (id(variables[name]), of[name]) for name in names}
+        # Of an object that may have been changed since, an old digest still tells where ranks have others.
+        same = [name for name in self._digests if before.get(name) == self._before.get(name, UNKNOWN)]
+        self._of, self._digests = of, {name: outdated(self._digests[name]) for name in same}
         self._waiting = [name for name in reversed(names) if not is_whole(self._of[name])]
         share = _SHARE * seconds
         self._until = time.monotonic() + (share if share >= _LEAST_SECONDS else 0.0)
@@ -159,7 +208,8 @@ class Sketches:
     def go_on(self, variables: Mapping[str, Any]) -> bool:
         """Sketch one more variable by its pickle; return whether that was the last."""
         name = self._waiting.pop()
-        with contextlib.suppress(Exception):  # whatever the objects raise: nothing more is known then
+        # Whatever the objects raise: nothing more is known then.
+        with contextlib.suppress(Exception, SystemExit):
             if name in variables:
                 self._digests[name] = numbered(self._digest(variables[name]), whole=True)
         return not self._waiting

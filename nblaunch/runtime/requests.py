@@ -155,7 +155,7 @@ class RequestHandler:
         elif isinstance(note, wire.RanksRevived):
             revived = self.sessions.get(note.session)
             if revived is not None and revived.group.attempt == note.attempt:
-                revived.group.reborn = {}
+                revived.ranks_revived(note.ranks)
         elif self._fresh.pop(note.session, None) is not None:
             pass  # a run that was not begun
         elif (session := self.sessions.pop(note.session, None)) is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -263,6 +263,19 @@ class RuntimeSession:
         self._tell(
             wire.RanksRenumbered(
                 session=self.key, attempt=attempt, world_size=size, kept=dict(kept), reborn=reborn
+            )
+        )
+
+    def ranks_revived(self, ranks: Collection[int]) -> None:
+        """Have no client give variables to these ranks once more."""
+        lost = self.group.life.lost
+        left = {rank: each for rank, each in self.group.reborn.items() if rank not in ranks or rank in lost}
+        self.group.reborn = left
+        size = self.group.state.world_size
+        same = {rank: rank for rank in range(size)}
+        self._tell(
+            wire.RanksRenumbered(
+                session=self.key, attempt=self.group.attempt, world_size=size, kept=same, reborn=left
             )
         )
 
