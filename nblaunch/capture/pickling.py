@@ -202,6 +202,9 @@ def _make_whole(cls: type, reduced: tuple[Any, ...]) -> None:
     cloudpickle sets `__slots__` afterwards, which makes no slots: objects of that class would have a
     `__dict__`, and could not be sent back to the notebook's class, which has none.
     """
+    if reduced[0] in _TRACKED:
+        # pickle keeps it in a class of which it has seen an object: on some ranks, and not on others.
+        reduced[2][0].pop("__slotnames__", None)
     if reduced[0] is _cloudpickle._make_skeleton_class:  # noqa: SLF001 - no public name
         names = reduced[1][3]
         names["__qualname__"] = cls.__qualname__

@@ -98,7 +98,8 @@ class _Sent:
         sent = {name: each for name, each in made.equal.items() if name not in left}
         self._names = tuple(each for each in sent if not saving.is_beside(each))
         self._shown = {each for each in self._names if not saving.is_imported(made.values[each])}
-        self._beside = tuple(each for each in saving.OF_A_RANK if each not in sent and made.values.get(each))
+        own = saving.OF_A_RANK if made.values[saving.ENVIRONMENT] else saving.OF_A_RANK[:-1]
+        self._anew = tuple(each for each in own if each in made.values and each not in sent)
         # Equal ones come first.
         end = min((each.first_key for each in made.own.values()), default=len(made.stream.keys) + 1)
         places = {key: (place, obj) for key, (place, obj) in made.stream.keys.items() if place < end}
@@ -128,7 +129,7 @@ class _Sent:
             shown=tuple(shown),
             lost=self._lost | gone,
             keys=tuple(set.intersection(*(set(keys) for _, keys in told))),
-            anew=self._beside,
+            anew=self._anew,
             changed=tuple(each for each in shown if any(each in of.changed for of in known)),
             assumed=tuple(each for each in shown if any(each in of.alike for of in known)),
             gradients=not self._bare,

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nblaunch.capture import tensors
 from nblaunch.protocol.variables import UNKNOWN, is_whole, numbered, outdated
 
 _MOST_NAMES = 256
@@ -101,7 +102,7 @@ class _Checksum:
     def _tensor(self, tensor: torch.Tensor) -> None:
         shape, device = tuple(tensor.shape), tensor.device.type
         self._take("tensor", f"{tensor.dtype} {shape} {device} {tensor.requires_grad}".encode())
-        parts = tensor.grad_fn is not None or tensor.grad is not None or tensor._backward_hooks  # noqa: SLF001
+        parts = tensors.parts_of(tensor) is not None or tensor.grad_fn is not None
         self.whole = self.whole and not (parts or tensor.__dict__)
         if device != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
             self.whole = False
