@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import functools
 import inspect
-import itertools
 import json
 import os
 import sys
@@ -61,7 +60,8 @@ _begin_ddp: Callable[..., None] = getattr(DistributedDataParallel, _BEGIN_DDP)
 _names: set[str] = set()
 _ddp_models = weakref.WeakKeyDictionary[DistributedDataParallel, int]()
 """DDP models, and their numbers in the order in which they were made."""
-_made = itertools.count()
+_made = 0
+"""The number of the next one."""
 
 OwnGroups = Mapping[str, tuple[Sequence[int], Sequence[str]]]
 """What a rank tells the others of its groups, by name: their ranks, and the handles of its backends; empty if
@@ -186,8 +186,25 @@ def _split_group(*args: object, **keywords: object) -> Any:
 
 @functools.wraps(_begin_ddp)
 def _note_ddp(model: DistributedDataParallel, *args: object, **keywords: object) -> None:
-    _ddp_models.setdefault(model, next(_made))
+    global _made
+    if model not in _ddp_models:
+        _ddp_models[model] = _made
+        _made += 1
     _begin_ddp(model, *args, **keywords)
+
+
+def numbers_of_models(objects: Iterable[tuple[int, Any]]) -> tuple[dict[int, int], int]:
+    """Return the numbers of the DDP models among these objects, by their keys, and that of the next model."""
+    models = ((key, each) for key, each in objects if isinstance(each, DistributedDataParallel))
+    return {key: _ddp_models[model] for key, model in models if model in _ddp_models}, _made
+
+
+def number_models(numbers: tuple[Mapping[int, int], int], objects: Mapping[int, Any]) -> None:
+    """Give models that came from another rank, and those made later, their numbers there."""
+    global _made
+    of_keys, _made = numbers
+    for key in of_keys.keys() & objects.keys():
+        _ddp_models[objects[key]] = of_keys[key]
 
 
 def backends_of(group: Any) -> list[Any]:

@@ -287,7 +287,10 @@ def check_context(device: torch.device, *, wait: bool = True) -> None:
 
 def is_busy(device: torch.device) -> bool:
     """Return whether the GPU has work of this rank's: a copy from it would wait for that."""
-    return device.type == "cuda" and torch.cuda.is_initialized() and not _query(device)
+    try:
+        return device.type == "cuda" and torch.cuda.is_initialized() and not _query(device)
+    except RuntimeError:  # CUDA is broken: a copy raises, and does not wait
+        return False
 
 
 def gpu_is_done() -> bool:

@@ -17,12 +17,13 @@ import msgspec
 
 from nblaunch.capture import arrays, pickling, shared_memory
 from nblaunch.protocol.messages import LastKnown, Payload, Revived
-from nblaunch.rank import namespace, saving, sharded
+from nblaunch.rank import in_place, namespace, saving, sharded
 
 _OWN = "it was not the same on all ranks, as far as is known"
 _NOBODY = "no other rank has it"
 _UNKNOWN = "one other rank has it, and whether theirs were the same is not known"
 _NEW = "nothing is known of it before the job that was cut off"
+_GROUP_GONE = "made for a process group that is gone"
 
 
 def pickler(file: Any, *, buffers: list[Any]) -> Any:
@@ -108,6 +109,7 @@ class _Sent:
             "keys": here.keys_of(places),
             "came": here.came(self._names),
             "classes": frozenset(pickling.received_classes.values()),
+            "models": in_place.numbers_of_models(places.values()),
         }
         buffers = tuple(buffer for each in sent.values() for buffer in each.buffers)
         self._packed = pickling.Packed(memoryview(pickle.dumps(content)), buffers)
@@ -146,7 +148,7 @@ def _take(
     assert namespace.here is not None  # noqa: S101 - a session's rank
     here, parts = namespace.here, shared_memory.get(payload, private=True)
     content = pickle.loads(parts[0])  # noqa: S301 - from a rank of this session
-    loaded = saving.Unpickled(meeting)
+    loaded = saving.Unpickled(meeting, not_there=_GROUP_GONE)
     with loaded.loading():
         loaded.take(content["variables"], iter(parts[1:]))
     beside = {name: value for name, value in loaded.values.items() if saving.is_beside(name)}
@@ -157,6 +159,8 @@ def _take(
     }
     there = {key: loaded.objects[place] for place, key in content["keys"].items() if place in loaded.objects}
     pickling.keep_as_own(content["classes"])
+    # Ranks compare their models by number when they form their groups again.
+    in_place.number_models(content["models"], loaded.objects)
     here.revived(kept, content["came"], there)
     saving.restore_surroundings(beside, frozenset())
     return loaded.lost, list(there)

@@ -826,12 +826,14 @@ def is_imported(value: object) -> bool:
 class Unpickled:
     """Variables that have been unpickled, by name, and those that were lost, with the reason."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, *, not_there: str = "of other ranks than there are") -> None:
+        """`not_there` says why a mesh or a group that was not made is not there."""
         self.values: dict[str, Any] = {}
         self.lost: dict[str, str] = {}
         self.objects: dict[int, Any] = {}
         """By their keys in the save."""
         self._met = sharded.GroupObjects(meeting.rank, meeting.world_size, own_device())
+        self._met.not_there = not_there
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

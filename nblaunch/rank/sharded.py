@@ -48,6 +48,8 @@ class GroupObjects:
         """Whether the pickle refers to a group that another number of ranks does not have."""
         self.shards: dict[str, Any] = {}
         """DTensors by the number under which their shards are saved."""
+        self.not_there = ""
+        """Why a mesh or a group that was not made is not there."""
         self.own_shards = False
         """Whether DTensors are pickled with this rank's shard."""
 
@@ -87,7 +89,11 @@ class GroupObjects:
     def _group_key(self, group: Any) -> Key:
         if group is dist.group.WORLD:
             return ("default",)
-        ranks = tuple(dist.get_process_group_ranks(group))
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except KeyError:
+            msg = "it is gone: the default process group was formed anew"
+            raise pickle.PicklingError(msg) from None
         key = ("group", ranks, str(dist.get_backend_config(group)), str(group.group_desc))
         self.made[key] = group
         self.partial |= len(ranks) != self.world_size
@@ -170,7 +176,7 @@ class GroupObjects:
             return self.find(key[1])[key[2]]
         found = self.made.get(key)
         if found is None:
-            msg = f"a {key[0]} of other ranks than there are"
+            msg = f"a {key[0]} {self.not_there}"
             raise pickle.UnpicklingError(msg)
         return found
 
