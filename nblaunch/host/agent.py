@@ -162,6 +162,10 @@ class RankAgent(LocalElasticAgent):
         for order in (self._restart, self._rejoin, self._replace, self._ordered):
             order.clear()
 
+    def forget_replacement(self) -> None:
+        """Forget that ranks are to be replaced: they are; what else was ordered is still to be done."""
+        self._replace.clear()
+
     def all_alive(self) -> bool:
         """Whether no process of this attempt has ended, as far as the system knows."""
         sentinels = [process.sentinel for process in self._processes()]
@@ -277,7 +281,6 @@ class RankAgent(LocalElasticAgent):
 
     def _fork_in_place_of(self, dead: Sequence[AssignedRank]) -> None:
         """Fork other ranks with the numbers of these, as another attempt in which the others go on."""
-        self._replace.clear()
         self._attempt += 1
         world_size = self._worker_group.workers[0].world_size
         kept = [each.global_rank for each in self._worker_group.workers if each not in dead]
@@ -567,6 +570,7 @@ class AgentThread:
     regroup = _forward(RankAgent.replace_dead)
     complete_rendezvous = _forward(RankAgent.complete_rendezvous)
     forget_orders = _forward(RankAgent.forget_orders)
+    forget_replacement = _forward(RankAgent.forget_replacement)
     skip_grace = _forward(RankAgent.skip_grace)
     release = _forward(RankAgent.release)
     let_finish = _forward(RankAgent.let_finish)

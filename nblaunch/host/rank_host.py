@@ -340,6 +340,8 @@ class RankHost(AgentThread, GroupHost):
             if kept is None:
                 self.begin(number)
                 return
+            # On this thread, as in `begin`: another death may order it for the new attempt at once.
+            self.forget_replacement()
             self._workers = {rank: each for rank, each in self._workers.items() if rank in kept}
             self.go_on_as(
                 AdoptRanks(
