@@ -90,7 +90,9 @@ class _Sent:
             self._bare = len(bare.equal) > len(made.equal)
             made = bare if self._bare else made
         self._lost = {name: why for each in had for name, why in each.items() if why and name not in imported}
-        self._lost |= dict.fromkeys(wanted - made.equal.keys(), _OWN)
+        of_groups = {name for name, each in made.examined.items() if each.meshes}
+        differ = wanted - made.equal.keys()
+        self._lost |= {name: _GROUP_GONE if name in of_groups else _OWN for name in differ}
         self._lost |= {name: why for name, why in made.left_out.items() if name in wanted}
         old = set().union(*had, *(each.never for each in reborn.values()))
         self._lost |= dict.fromkeys(set(here.names()) - old - imported, _NEW)

@@ -155,7 +155,10 @@ def test_a_rank_that_was_killed_idle_has_on_its_gpu_what_all_had_alike(dead):
         assert found.values[dead] == [each for each in NAMES if each != "own"]
         came, _, gone = told(found, dead).partition("; ")
         assert {"model", "opt", "same", "step", "train"} <= set(came.replace(",", "").split())
-        assert gone == "own had no copy and is gone (it was not the same on all ranks, as far as is known)"
+        assert gone == (
+            "own had no copy and is gone (it was not the same on all ranks, as far as is known); "
+            "random state of Python, random state of torch, random state of CUDA: anew"
+        )
         assert recovery.REFORMED in found.warnings
         assert not any("what revives each" in each for each in found.warnings)
         check_whole(session, dead)
@@ -223,9 +226,12 @@ def test_models_of_the_default_group_go_on_and_groups_that_the_program_made_are_
         assert "model" not in gone.replace("grouped.module", "")
         assert "another" not in gone
         text = told(found, 1)
-        assert "mesh had no copy and is gone (a mesh made for a process group that is gone)" in text
+        assert "mesh had no copy and is gone (made for a process group that is gone)" in text
         assert "pair had no copy and is gone (rank 0: " in text
         assert "it is gone: the default process group was formed anew)" in text
+        # Seeded alike, and what a rank draws on its GPU goes on as on the others.
+        drawn = cell(session, "torch.rand(2, device=device).tolist()").values
+        assert drawn == [drawn[0]] * 3
         refused = cell(session, "grouped(torch.ones(1, 3, device=device)) if rank == 0 else None")
         assert "this model's process group is gone" in refused.root_cause.message
         assert cell(session, "train(2) is not None, reduced()").values == [(True, 3.0)] * 3
