@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nblaunch.capture.parts import is_by_value
 from nblaunch.protocol.messages import LastKnown, Names
 
 _MOST_NAMES = 256
@@ -49,6 +50,7 @@ class _Checksum:
 
     def __init__(self) -> None:
         self.sum, self.whole, self._left = 0, True, _MOST_PARTS
+        self._seen: set[int] = set()
 
     def add(self, value: Any, depth: int = 0) -> None:
         kind = type(value)
@@ -66,30 +68,50 @@ class _Checksum:
         elif kind is bytes:
             self._take(b"b" + value)
         elif kind in {list, tuple}:
+            self._note(value)
             self._take(f"{kind.__name__} {len(value)}".encode())
             for each in value[: _MOST_PARTS + 1]:
                 self.add(each, depth + 1)
         elif kind is dict:
+            self._note(value)
             self._take(f"dict {len(value)}".encode())
             for key, each in list(value.items())[: _MOST_PARTS + 1]:
                 self.add(key, depth + 1)
                 self.add(each, depth + 1)
-        elif kind is types.ModuleType:
-            self._take(b"module " + value.__name__.encode())
         elif kind in {torch.Tensor, torch.nn.Parameter}:
-            self._tensor(value)
+            self._note(value)
+            self._tensor(value, depth)
+        else:
+            self._named(value)
+
+    def _named(self, value: Any) -> None:
+        """Add what is the same wherever it is imported; of all else, the type."""
+        kind = type(value)
+        if kind is types.ModuleType:
+            self._take(b"module " + value.__name__.encode())
+        elif isinstance(value, type | types.FunctionType) and not is_by_value(value):
+            self._take(f"{kind.__name__} {value.__module__}.{value.__qualname__}".encode())
         else:
             self._take(f"{kind.__module__}.{kind.__qualname__}".encode())
             self.whole = False
 
-    def _take(self, data: bytes) -> None:
-        self.sum = zlib.crc32(data, self.sum)
+    def _note(self, value: Any) -> None:
+        """Note a part: one object in two places is not two that are equal, unless nothing can change it."""
+        self.whole &= id(value) not in self._seen
+        if type(value) is not tuple:
+            self._seen.add(id(value))
 
-    def _tensor(self, tensor: torch.Tensor) -> None:
+    def _take(self, data: bytes) -> None:
+        # With their lengths: [1, 23] is not [12, 3].
+        self.sum = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), self.sum))
+
+    def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
         shape = tuple(tensor.shape)
         self._take(f"{tensor.dtype} {shape} {tensor.device.type} {tensor.requires_grad}".encode())
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() <= _SMALL:
             self._take(repr(tensor.detach().tolist()).encode())
+            if tensor.is_leaf and tensor.grad is not None:
+                self.add(tensor.grad, depth + 1)
         else:
             self.whole = False
 

@@ -192,6 +192,7 @@ class Deaths(Notebook):
         if pause:
             wanted = f"_sketched({list(self.names.values())})"
             eventually(lambda: self.ask("", wanted), "all variables are sketched")
+        killed = 0.0
         for _ in range(times):
             pid, attempt = self.pids()[dead], self.attempt()
             killed = self.kill(dead, pid)
@@ -222,6 +223,7 @@ class Deaths(Notebook):
         source = "\n".join([*([f"({', '.join(uses)},)"] if uses else []), f"progress = {first}", *numbered])
         note(f"\n%%distributed\n{source}")
         request = self.kernel.client.execute(f"%%distributed --out res\n{source}", allow_stdin=False)
+        killed = 0.0
         if how == "outside":
             eventually(self.file.exists, "the rank is there")
             killed = self.kill(dead, pid)
@@ -245,7 +247,7 @@ class Deaths(Notebook):
 
     def first(self) -> int:
         """Return a number for the first statement of a cell."""
-        return 1000 * self.fresh()
+        return 1000 * int(self.fresh())
 
     def statement(self, template: str, name: str, n: int, who: int | None) -> str:
         number = 10 * self.fresh() + n
@@ -282,8 +284,7 @@ class Deaths(Notebook):
         self.ask(f"{large} = np.full({SIZE}, {first}.)")
         source = f"({', '.join([large, *uses])})\nprogress = {first}"
         note(f"\n%%distributed\n{source}\n# after {milliseconds} ms:")
-        if milliseconds < 0:
-            killed = self.kill(dead, pid)
+        killed = self.kill(dead, pid) if milliseconds < 0 else 0.0
         request = self.kernel.client.execute(f"%%distributed --out res\n{source}", allow_stdin=False)
         if milliseconds >= 0:
             time.sleep(milliseconds / 1000)  # it is the moment that is random
@@ -403,6 +404,7 @@ def world_size(request, module_kernel):
     module_kernel.ok(KERNEL)
     yield request.param
     module_kernel.ok("%distributed stop")
+    module_kernel.forget()
 
 
 @pytest.mark.timeout(7200)

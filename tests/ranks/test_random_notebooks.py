@@ -127,7 +127,7 @@ OF = {
 def said(notice: str) -> tuple[str, str]:
     """Return the variable that a notice names, and what was done with it."""
     name, _, done = notice.split()[:3]
-    return name, done
+    return name, "changed" if done == "between" else done  # "differs between ranks, as it was changed"
 
 
 class Notebook:
