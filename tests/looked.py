@@ -177,3 +177,55 @@ class Broken:
     def __reduce__(self) -> Any:
         """Reduce to what raises."""
         return int, ("no number",)
+
+
+def change_of(path: str, obj: Any, n: int, depth: int = 2) -> str:
+    """Return a statement that changes this object in place, empty if nothing can; an odd `n` goes deeper."""
+    if depth and n % 2:
+        inner = _inner(path, obj)
+        if inner is not None and (deeper := change_of(*inner, n // 2, depth - 1)):
+            return deeper
+    match obj:
+        case list() | deque():
+            return f"{path}.append({n})"
+        case dict():
+            return f"{path}['k'] = {n}"
+        case set():
+            return f"{path}.add({n})"
+        case np.ndarray():
+            return f"{path}[0] = {n}"
+        case torch.Tensor():
+            return f"with torch.no_grad(): {path}[0] = {n}"
+        case torch.optim.Optimizer():
+            return f"{path}.param_groups[0]['lr'] = {n}"
+        case types.FunctionType():
+            return f"{path}.__defaults__ = ({n},)" if obj.__defaults__ else f"{path}.tag = {n}"
+        case type():
+            return f"{path}.n = {n}" if n % 3 else f"{path}.get = lambda self: {n}"
+        case types.SimpleNamespace() | torch.nn.Module():
+            return f"{path}.k = {n}"
+        case _:
+            return f"{path}.k = {n}" if is_notebooks(type(obj)) else ""
+
+
+def _inner(path: str, obj: Any) -> tuple[str, Any] | None:
+    match obj:
+        case [first, *_] if isinstance(obj, list | tuple):
+            return f"{path}[0]", first
+        case {"k": inner}:
+            return f"{path}['k']", inner
+        case functools.partial(args=(first, *_)):
+            return f"{path}.args[0]", first
+        case types.FunctionType(__kwdefaults__={"v": inner}):
+            return f"{path}.__kwdefaults__['v']", inner
+        case types.MethodType():
+            return f"{path}.__self__", obj.__self__
+        case torch.nn.Linear():
+            return f"{path}.weight", obj.weight
+        case type() | types.SimpleNamespace() if "k" in vars(obj):
+            return f"{path}.k", obj.k
+        case type() if "n" in vars(obj):
+            return f"{path}.n", vars(obj)["n"]
+        case _ if is_notebooks(type(obj)):
+            return f"type({path})", type(obj)
+    return None

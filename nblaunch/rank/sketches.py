@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from nblaunch.capture import tensors
+from nblaunch.capture.parts import is_by_value
 from nblaunch.protocol.variables import UNKNOWN, is_whole, numbered, outdated
 
 _MOST_NAMES = 256
@@ -43,6 +44,7 @@ class _Checksum:
 
     def __init__(self) -> None:
         self.sum, self.whole, self._left = 0, True, _MOST_PARTS
+        self._seen: set[int] = set()
 
     def add(self, value: Any, depth: int = 0) -> None:
         kind = type(value)
@@ -59,9 +61,10 @@ class _Checksum:
             self._take("module", value.__name__.encode())
         elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
             self._take(kind.__name__, f"{value.__module__}.{value.__qualname__}".encode())
-            self.whole = False
+            by_value = not isinstance(value, types.BuiltinFunctionType) and is_by_value(value)
+            self.whole = self.whole and not by_value
         elif kind in {torch.Tensor, torch.nn.Parameter}:
-            self._tensor(value)
+            self._tensor(value, depth)
         elif kind.__module__ == "numpy":
             self._of_numpy(value)
         else:
@@ -81,7 +84,14 @@ class _Checksum:
         for each in (value,) if len(value) <= _LONG_TEXT else (value[:_LONG], value[-_LONG:]):
             self._take(kind, each.encode("utf-8", "surrogatepass") if isinstance(each, str) else each)
 
+    def _note(self, value: Any) -> None:
+        """Note a part: one object in two places is not two that are equal, unless nothing can change it."""
+        self.whole = self.whole and id(value) not in self._seen
+        if type(value) is not tuple:
+            self._seen.add(id(value))
+
     def _container(self, value: Any, depth: int) -> None:
+        self._note(value)
         self._take(type(value).__name__, str(len(value)).encode())
         if isinstance(value, dict):
             self._items(value, depth)
@@ -99,11 +109,16 @@ class _Checksum:
             self.add(key, depth + 1)
             self.add(each, depth + 1)
 
-    def _tensor(self, tensor: torch.Tensor) -> None:
+    def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
+        self._note(tensor)
         shape, device = tuple(tensor.shape), tensor.device.type
         self._take("tensor", f"{tensor.dtype} {shape} {device} {tensor.requires_grad}".encode())
-        parts = tensors.parts_of(tensor) is not None or tensor.grad_fn is not None
-        self.whole = self.whole and not (parts or tensor.__dict__)
+        gradient, *hooks = tensors.parts_of(tensor) or (None, None, None)
+        self.whole = self.whole and not (
+            hooks != [None, None] or tensor.grad_fn is not None or tensor.__dict__
+        )
+        if gradient is not None:
+            self.add(gradient, depth + 1)
         if device != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
             self.whole = False
             return

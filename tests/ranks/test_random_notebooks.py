@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import queue
 import textwrap
 import time
 import types
-from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from lanes import full, slow
-from looked import is_notebooks
+from looked import change_of, is_notebooks
 from rank_model import VIEWS_SHARE, Rank, bound_in, cell
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -126,58 +124,6 @@ OF = {
 }
 
 
-def change_of(path: str, obj: Any, n: int, depth: int = 2) -> str:
-    """Return a statement that changes this object in place, empty if nothing can; an odd `n` goes deeper."""
-    if depth and n % 2:
-        inner = _inner(path, obj)
-        if inner is not None and (deeper := change_of(*inner, n // 2, depth - 1)):
-            return deeper
-    match obj:
-        case list() | deque():
-            return f"{path}.append({n})"
-        case dict():
-            return f"{path}['k'] = {n}"
-        case set():
-            return f"{path}.add({n})"
-        case np.ndarray():
-            return f"{path}[0] = {n}"
-        case torch.Tensor():
-            return f"with torch.no_grad(): {path}[0] = {n}"
-        case torch.optim.Optimizer():
-            return f"{path}.param_groups[0]['lr'] = {n}"
-        case types.FunctionType():
-            return f"{path}.__defaults__ = ({n},)" if obj.__defaults__ else f"{path}.tag = {n}"
-        case type():
-            return f"{path}.n = {n}" if n % 3 else f"{path}.get = lambda self: {n}"
-        case types.SimpleNamespace() | torch.nn.Module():
-            return f"{path}.k = {n}"
-        case _:
-            return f"{path}.k = {n}" if is_notebooks(type(obj)) else ""
-
-
-def _inner(path: str, obj: Any) -> tuple[str, Any] | None:
-    match obj:
-        case [first, *_] if isinstance(obj, list | tuple):
-            return f"{path}[0]", first
-        case {"k": inner}:
-            return f"{path}['k']", inner
-        case functools.partial(args=(first, *_)):
-            return f"{path}.args[0]", first
-        case types.FunctionType(__kwdefaults__={"v": inner}):
-            return f"{path}.__kwdefaults__['v']", inner
-        case types.MethodType():
-            return f"{path}.__self__", obj.__self__
-        case torch.nn.Linear():
-            return f"{path}.weight", obj.weight
-        case type() | types.SimpleNamespace() if "k" in vars(obj):
-            return f"{path}.k", obj.k
-        case type() if "n" in vars(obj):
-            return f"{path}.n", vars(obj)["n"]
-        case _ if is_notebooks(type(obj)):
-            return f"type({path})", type(obj)
-    return None
-
-
 def told(notice: str) -> tuple[str, str]:
     """Return the variable that a notice names, and what was done with it or which rank has which value."""
     name, _, done = notice.split()[:3]
@@ -189,10 +135,10 @@ def told(notice: str) -> tuple[str, str]:
 class Notebook:
     """A notebook in a kernel with a session, and the model of both beside it."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, world_size: int = 2) -> None:
         self.kernel = kernel
         self.variables: dict[str, Any] = {"__name__": "__main__"}
-        self.ranks = [Rank(), Rank()]
+        self.ranks = [Rank() for _ in range(world_size)]
         self.kept: list[Any] = []
         self.number = 0
         self.waiting: list[str] = []
@@ -219,9 +165,16 @@ class Notebook:
 
     def ask(self, source: str, expression: str = "0") -> Any:
         """Run a cell in the kernel; return the value of an expression behind it."""
-        client = self.kernel.client
         wanted = {"it": f"__import__('json').dumps({expression})"}
+        client = self.kernel.client
         request = client.execute(source, user_expressions=wanted, allow_stdin=False, stop_on_error=False)
+        content = self.replied(request)
+        assert content["status"] == "ok", f"{content['ename']}: {content['evalue']}"
+        return json.loads(eval(content["user_expressions"]["it"]["data"]["text/plain"]))  # noqa: S307 - a string
+
+    def replied(self, request: str) -> Any:
+        """Wait for the reply to a request."""
+        client = self.kernel.client
         deadline = time.monotonic() + 60
         while True:
             reply = client.get_shell_msg(timeout=deadline - time.monotonic())
@@ -230,9 +183,7 @@ class Notebook:
         with suppress(queue.Empty):
             while True:
                 client.get_iopub_msg(timeout=0)
-        content = reply["content"]
-        assert content["status"] == "ok", f"{content['ename']}: {content['evalue']}"
-        return json.loads(eval(content["user_expressions"]["it"]["data"]["text/plain"]))  # noqa: S307 - a string
+        return reply["content"]
 
     def flush(self) -> None:
         """Run what the notebook's own cells have gathered."""
@@ -254,7 +205,17 @@ class Notebook:
         self.flush()
         line = "%%distributed --out res" + ("" if only is None else f" --ranks {only}")
         note(f"\n{line}\n{source}")
-        ranks = {number: self.ranks[number] for number in (range(2) if only is None else [only])}
+        taking = range(len(self.ranks)) if only is None else [only]
+        notices = self.bring(uses, taking)
+        expected = [cell(source, self.ranks[rank].variables) for rank in taking]
+        found, warnings = self.ask(f"{line}\n{source}", "[list(res.values), list(res.warnings)]")
+        assert found == expected
+        assert sorted(map(told, warnings)) == notices
+        self.forget(self.ranks[rank] for rank in taking)
+
+    def bring(self, uses: set[str], taking: Iterable[int]) -> list[tuple[str, str]]:
+        """Have the model's ranks take what a cell brings; return the notices that are due."""
+        ranks = {number: self.ranks[number] for number in taking}
         own = {"__name__", "__builtins__", *_MODULES}
         used = {number: rank.reached(uses, self.variables) - own for number, rank in ranks.items()}
         pairs = [
@@ -264,11 +225,7 @@ class Notebook:
         for rank, name, value in pairs:
             rank.use(name, value)
         notices |= {(name, what) for _, name, _ in pairs if (what := self.changed(name, used))}
-        expected = [cell(source, rank.variables) for rank in ranks.values()]
-        found, warnings = self.ask(f"{line}\n{source}", "[list(res.values), list(res.warnings)]")
-        assert found == expected
-        assert sorted(map(told, warnings)) == sorted(notices)
-        self.forget(ranks.values())
+        return sorted(notices)
 
     def forget(self, ranks: Iterable[Rank]) -> None:
         """Have ranks forget what nothing leads to."""

@@ -1,0 +1,51 @@
+"""Sketches tell values apart that a rank which comes back must not get for its own."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from nblaunch.protocol.variables import is_whole
+from nblaunch.rank.sketches import sketch
+
+
+def parameter(gradient: float | None) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.ones(2))
+    made.grad = None if gradient is None else torch.full((2,), gradient)
+    return made
+
+
+ONE = [1]
+DIFFERENT = {
+    "digits": ([1, 23], [12, 3]),
+    "texts": (["a", "sb"], ["as", "b"]),
+    "nested lists": ([[1], 2], [[1, 2]]),
+    "kinds": (1, True),
+    "gradients": (parameter(1.0), parameter(2.0)),
+    "a gradient": (parameter(1.0), parameter(None)),
+    "an object twice": ([ONE, ONE], [ONE, [1]]),
+    "classes": (dict, OrderedDict),
+}
+
+
+@pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT)
+def test_values_that_differ_have_sketches_that_differ(pair):
+    first, second = map(sketch, pair)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "value", [OrderedDict, functools.wraps, torch.nn.Linear, [parameter(1.0)], {"a": [1]}]
+)
+def test_what_is_imported_or_small_is_known_at_once(value):
+    assert is_whole(sketch(value))
+
+
+def test_code_of_the_notebook_is_not_known_by_its_name():
+    namespace = {"__name__": "__main__"}
+    exec("def step(): return 1\nclass Model: pass", namespace)  # noqa: S102 - as a cell does
+    assert not is_whole(sketch(namespace["step"]))
+    assert not is_whole(sketch(namespace["Model"]))
