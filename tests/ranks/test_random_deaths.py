@@ -407,7 +407,7 @@ def world_size(request, module_kernel):
     prepare(module_kernel, f"-n {request.param}")
     module_kernel.ok(KERNEL)
     yield request.param
-    module_kernel.ok("%distributed stop")
+    module_kernel.ok("%distributed stop\nimport gc; gc.unfreeze()")
     module_kernel.forget()
 
 
