@@ -57,6 +57,10 @@ class _Checksum:
             self._text(kind.__name__, value)
         elif kind in {list, tuple, dict, set, frozenset}:
             self._container(value, depth)
+        elif kind is torch.device:
+            # Each rank has its own GPU, which pickles do not tell apart.
+            self._take("device", value.type.encode())
+            self.whole = self.whole and value.index is None
         elif kind is types.ModuleType:
             self._take("module", value.__name__.encode())
         elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
@@ -71,7 +75,8 @@ class _Checksum:
             self._take("object", f"{kind.__module__}.{kind.__qualname__}".encode())
             self.whole = False
             attributes = getattr(value, "__dict__", None)
-            if type(attributes) is dict:
+            # A mesh knows which of its ranks this one is.
+            if type(attributes) is dict and not kind.__module__.startswith("torch.distributed."):
                 self._items(attributes, depth)
 
     def _take(self, kind: str, data: bytes) -> None:
@@ -140,7 +145,7 @@ class _Checksum:
         )
 
 
-_PLAIN = frozenset({bool, float, complex, type(None), torch.dtype, torch.device, range, slice})
+_PLAIN = frozenset({bool, float, complex, type(None), torch.dtype, range, slice})
 
 
 def sketch(value: object) -> int:
@@ -148,6 +153,8 @@ def sketch(value: object) -> int:
 
     >>> is_whole(sketch([1, "a"])), is_whole(sketch(object())), sketch(1) == sketch(2)
     (True, False, False)
+    >>> sketch(torch.device("cuda:0")) == sketch(torch.device("cuda:1")), sketch(torch.device("cpu")) & 1
+    (True, 0)
     """
     checksum = _Checksum()
     try:

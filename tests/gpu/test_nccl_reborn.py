@@ -36,6 +36,10 @@ another = DDP(torch.nn.Linear(3, 1).to(device), device_ids=[device.index])
 opt, step = torch.optim.AdamW(model.parameters(), lr=1e-2), 0
 same, own = torch.arange(5000.0, device=device), torch.full((5000,), float(rank), device=device)
 
+class Trainer: pass
+trainer, place = Trainer(), device
+trainer.device, trainer.model = device, model
+
 def train(steps):
     global step
     for _ in range(steps):
@@ -52,10 +56,11 @@ def reduced(value=1.0, group=None):
     dist.all_reduce(t, group=group)
     return t.item()
 """
-NAMES = ["another", "model", "net", "opt", "own", "same", "step", "train"]
+NAMES = ["another", "model", "net", "opt", "own", "same", "step", "place", "train", "trainer"]
 WHERE = """
 (
     same.device == device == next(model.parameters()).device and model.device_ids == [device.index],
+    trainer.device == place == device and trainer.model is model,
     all(each["exp_avg"].device == device for each in opt.state.values()),
     torch.cuda.current_device() == device.index,
     bool((same == torch.arange(5000.0, device=device)).all()),
@@ -137,7 +142,7 @@ def check_whole(session: nblaunch.Session, dead: int) -> None:
     n = len(session.status().ranks)
     total = sum(range(1, n + 1))
     assert cell(session, WHERE).values == [
-        (True, True, True, True, None if rank == dead else float(rank), total) for rank in range(n)
+        (True, True, True, True, True, None if rank == dead else float(rank), total) for rank in range(n)
     ]
 
 
@@ -226,7 +231,7 @@ def test_models_of_the_default_group_go_on_and_groups_that_the_program_made_are_
         assert "model" not in gone.replace("grouped.module", "")
         assert "another" not in gone
         text = told(found, 1)
-        assert "mesh had no copy and is gone (made for a process group that is gone)" in text
+        assert "mesh had no copy and is gone (a mesh made for a process group that is gone)" in text
         assert "pair had no copy and is gone (rank 0: " in text
         assert "it is gone: the default process group was formed anew)" in text
         # Seeded alike, and what a rank draws on its GPU goes on as on the others.
