@@ -78,8 +78,10 @@ class _Sent:
         assert namespace.here is not None  # noqa: S101 - a session's rank
         here = namespace.here
         had = [_candidates(each, len(meeting.ranks)) for each in reborn.values()]
-        # An import means the same everywhere.
-        imported = {name for name, value in here.to_save().items() if saving.is_imported(value)}
+        # An import means the same everywhere. One that only some of these ranks have is not brought: all must
+        # compare the same variables, as often.
+        imports = sorted(name for name, value in here.to_save().items() if saving.is_imported(value))
+        imported = set.intersection(*map(set, meeting.tell(imports)))
         wanted = {name for each in had for name, why in each.items() if not why} | imported
         self._rank, self._reborn = meeting.rank, reborn
         made = saving.Save(meeting, here, wanted)
