@@ -475,6 +475,8 @@ class _Step(Machine[GroupState, Action]):
         state = self.state
         if state.changing and isinstance(message, messages.Raised):
             return  # the membership change is what made it fail
+        if self.fails_to_begin(message):
+            return
         if state.recovery.busy:
             self.set(recovery=state.recovery.patient(self.now, state.grace))
         if (heard := _HEARD.get(type(message))) is not None:
@@ -490,6 +492,16 @@ class _Step(Machine[GroupState, Action]):
                 questions=tuple(each for each in job.questions if (each.rank, each.number) != answered)
             )
         self.send(reply.rank, reply.answer)
+
+    def fails_to_begin(self, message: messages.FromRank) -> bool:
+        """Replace all ranks if one that was started again cannot get ready; return whether that is so."""
+        state = self.state
+        new = isinstance(message, messages.Raised) and message.rank not in state.adopted | state.ready
+        if not (new and state.replaces and state.adopted) or state.replacing:
+            return False
+        assert isinstance(message, messages.Raised)  # noqa: S101 - see above
+        self.replace_ranks(f"rank {message.rank} could not be started again: {message.failure.message}")
+        return True
 
     def take_of_job(self, message: messages.Returned | messages.Raised | messages.Asked) -> None:
         job = self.state.working
@@ -780,7 +792,7 @@ class _Step(Machine[GroupState, Action]):
         job = self.state.working
         if job is not None and not job.internal:
             self.fold_run(messages.Noticed(text=text))
-        else:
+        elif text not in self.state.notes:  # several ranks may die one after the other
             self.set(notes=(*self.state.notes, text))
 
     # --- a job settles ---------------------------------------------------------------------------
@@ -793,6 +805,7 @@ class _Step(Machine[GroupState, Action]):
             self.settle()
         self.search_on()
         self.end_early(EndingStep.tick)
+        self.end_waits_for_the_dead()
         recovery, then = self.state.recovery.tick(now)
         self.set(recovery=recovery)
         self.follow(then)
@@ -972,6 +985,23 @@ class _Step(Machine[GroupState, Action]):
             self.finish()
         elif job.run.doing:
             self.fold_run(messages.Waiting())
+
+    def end_waits_for_the_dead(self) -> None:
+        """Replace all ranks if one has died, and another does not come back within the grace period.
+
+        It may wait in C code for the one that has died, for as long as a store's or its own timeout.
+        """
+        state = self.state
+        if not (state.replaces and state.lost and state.interruption.begun) or state.replacing:
+            return
+        waited, patience = state.interruption.interrupted, max(state.grace, 1.0)
+        late = [
+            rank for rank, each in waited.items() if each.seen is None and self.now > each.since + patience
+        ]
+        if late:
+            self.replace_ranks(
+                f"{format_ranks(late)} did not come back, and may wait for a rank that is gone"
+            )
 
     def replace_ranks(self, reason: str) -> None:
         if not self.state.closed:

@@ -284,12 +284,12 @@ class RankAgent(LocalElasticAgent):
         self._attempt += 1
         world_size = self._worker_group.workers[0].world_size
         kept = [each.global_rank for each in self._worker_group.workers if each not in dead]
+        descriptors.make_room(len(dead), replaced=len(dead))
         self._events.attempt_starting(
             self._attempt, world_size, "failure", kept={each: each for each in kept}
         )
         self._known_dead -= {each.local_rank for each in dead}
         arguments = self._arguments(self._attempt)
-        descriptors.make_room(len(dead), replaced=len(dead))
         self._keep_error_files()
         try:
             with self._server.forking(abandon=self._stop):
@@ -300,6 +300,8 @@ class RankAgent(LocalElasticAgent):
             raise
         for each in dead:
             each.id = self._started().pids()[each.local_rank]
+            for filtered in self._filtered:
+                filtered.follow(each.local_rank, getattr(self._started(), filtered.stream)[each.local_rank])
         self._events.attempt_started(self._attempt, world_size, self._workers_of(dead))
 
     def _fork_again(self, local_rank: int, arguments: tuple[Any, ...]) -> None:
@@ -349,7 +351,7 @@ class RankAgent(LocalElasticAgent):
         ):
             if words:
                 path, thread = self._kept_logs.filtered(stream), threading.current_thread().name
-                self._filtered.append(FilteredLines(path, logs, prefixes, words, thread))
+                self._filtered.append(FilteredLines(f"{stream}s", path, logs, prefixes, words, thread))
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # A node that joins the rendezvous before the others know of its failure would look like one that came

@@ -286,8 +286,9 @@ class FilteredLines:
     its ranks live.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what torch's own function is told
         self,
+        stream: str,
         path: str,
         logs: Mapping[int, str],
         prefixes: Mapping[int, str],
@@ -295,22 +296,29 @@ class FilteredLines:
         thread: str,
     ) -> None:
         """Begin; `logs` are the files by local rank, and `prefixes` what begins their lines."""
+        self.stream = stream
+        """The attribute of torch's context that has the files."""
         self._file: TextIO = open(path, "w", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115
         self._finished = threading.Event()
-        follow: Any = tail_logfile
-        self._threads = []
+        self._prefixes, self._words, self._thread = prefixes, words, thread
+        self._threads: list[threading.Thread] = []
         for local_rank, log in logs.items():
-            keywords = {
-                "header": prefixes[local_rank],
-                "file": log,
-                "dst": self._file,
-                "finished": self._finished,
-                "interval_sec": _POLL_SECONDS,
-                "log_line_filter": lambda line: any(word in line for word in words),
-            }
-            name = f"{thread}-filter-{local_rank}"
-            self._threads.append(threading.Thread(target=follow, name=name, kwargs=keywords, daemon=True))
-            self._threads[-1].start()
+            self.follow(local_rank, log)
+
+    def follow(self, local_rank: int, log: str) -> None:
+        """Copy lines of one more file of a rank."""
+        follow: Any = tail_logfile
+        keywords = {
+            "header": self._prefixes[local_rank],
+            "file": log,
+            "dst": self._file,
+            "finished": self._finished,
+            "interval_sec": _POLL_SECONDS,
+            "log_line_filter": lambda line: any(word in line for word in self._words),
+        }
+        name = f"{self._thread}-filter-{local_rank}"
+        self._threads.append(threading.Thread(target=follow, name=name, kwargs=keywords, daemon=True))
+        self._threads[-1].start()
 
     def stop(self) -> None:
         self._finished.set()

@@ -270,7 +270,12 @@ class RankHost(AgentThread, GroupHost):
             )
             self._hub.send(self, old, other)
         self.attempt, self._shift = order.number, shift
-        self.ranks = {numbers[rank]: replace(known, rank=numbers[rank]) for rank, known in self.ranks.items()}
+        # The `Hello` of one that has died since may have come after its exit.
+        self.ranks = {
+            numbers[rank]: replace(known, rank=numbers[rank])
+            for rank, known in self.ranks.items()
+            if rank in numbers
+        }
         self._idle = {numbers[rank] for rank in self._idle if rank in numbers}
         return numbers
 

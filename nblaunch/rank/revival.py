@@ -20,6 +20,8 @@ from nblaunch.protocol.messages import LastKnown, Payload, Revived
 from nblaunch.rank import in_place, namespace, saving, sharded
 
 _OWN = "it was not the same on all ranks, as far as is known"
+# Only ranks that do not agree on what they do would wait so long.
+_MOST_SECONDS = 600.0
 _NOBODY = "no other rank has it"
 _UNKNOWN = "one other rank has it, and whether theirs were the same is not known"
 _NEW = "nothing is known of it before the job that was cut off"
@@ -44,7 +46,7 @@ def revive(token: str, reborn: Mapping[int, LastKnown]) -> Revived | None:
 
     `reborn` maps them to what they had.
     """
-    meeting = saving.Meeting(token)
+    meeting = saving.Meeting(token, _MOST_SECONDS)
     sources = [rank for rank in meeting.ranks if rank not in reborn]
     if not sources:
         had = (_candidates(each, 0) for each in reborn.values())
@@ -54,7 +56,7 @@ def revive(token: str, reborn: Mapping[int, LastKnown]) -> Revived | None:
             payload = msgspec.json.decode(meeting.tell("")[sources[0]], type=Payload)
             meeting.tell(_take(meeting, payload, _candidates(reborn[meeting.rank], len(sources))))
             return None
-        sent = _Sent(saving.Meeting(f"{token} sources", ranks=sources), reborn)
+        sent = _Sent(saving.Meeting(f"{token} sources", _MOST_SECONDS, ranks=sources), reborn)
         first = meeting.rank == sources[0]
         with contextlib.ExitStack() as held:
             payload = held.enter_context(sent.put()).payload if first else Payload(sizes=())

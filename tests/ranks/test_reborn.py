@@ -134,6 +134,14 @@ def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before
         assert "new had no copy and is gone (nothing is known of it before the job" in found.warnings[0]
 
 
+def test_ranks_that_have_imported_different_modules_give_what_all_have_imported():
+    with nblaunch.Session(nproc=3, display=False) as session:
+        session.cell("import math\nif rank == 0: import json\nkept = 5", namespace={})
+        kill(session, 1)
+        found = session.cell("kept, 'math' in globals()", namespace={})
+        assert found.values == [(5, True)] * 3
+
+
 def trained(session: nblaunch.Session, steps: int, *, dies_at: int | None = None) -> Any:
     return session.cell(f"train({steps}, {dies_at})", namespace={}, check=dies_at is None)
 

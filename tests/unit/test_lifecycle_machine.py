@@ -915,6 +915,29 @@ def test_a_rank_that_ends_again_before_it_is_ready_has_all_replaced():
     assert group.state.replacing
 
 
+def test_a_rank_that_cannot_be_started_again_has_all_replaced_with_its_reason():
+    group = idle(3, replaces=True)
+    group.feed(exited(1))
+    is_replaced(group, 1)
+    group.feed(hello(1, attempt=1))
+    assert Order.RESTART_AGENT in group.feed(raised(1, message="no such directory"))
+    group.feed(life.AttemptStarting(attempt(2, 3)))
+    group.submit()
+    assert "rank 1 could not be started again: no such directory" in group.notices()
+
+
+def test_a_rank_that_waits_in_c_code_for_one_that_has_died_is_given_up_after_the_grace_period():
+    group = Group(3, persistent=True, replaces=True).start()
+    group.feed(exited(2))
+    group.after(0.3)
+    group.feed(raised(0, "builtins.KeyboardInterrupt"))
+    assert Order.RESTART_AGENT not in group.after(GRACE - 0.5)
+    assert Order.RESTART_AGENT in group.after(max(GRACE, 1.0) + 0.5)
+    group.feed(exited(0, expected=True), exited(1, expected=True), life.AttemptStarting(attempt(1, 3)))
+    assert group.states()[2] is State.FAILED
+    assert group.notices()[-2:] == ("rank 1 did not come back, and may wait for a rank that is gone", GONE)
+
+
 def test_one_of_the_others_that_dies_meanwhile_is_replaced_next():
     group = idle(3, replaces=True)
     group.feed(exited(1))
