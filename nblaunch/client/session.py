@@ -389,7 +389,7 @@ class LiveSession:
             why = str(outcome.error) if root is None else root.message
             self.times_lost += 1
             self.note(f"{format_ranks(ranks)} got no variables from the other ranks: {why}")
-        self._runtime.note(wire.RanksRevived(session=self._key, attempt=self._attempt, ranks=tuple(ranks)))
+        self._runtime.ask(wire.RanksRevived(session=self._key, ranks=tuple(ranks)))
 
     def note(self, text: str) -> None:
         """Say this with the next job whose result the user sees."""

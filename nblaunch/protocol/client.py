@@ -467,6 +467,12 @@ class InterruptSession(_ByKey[Done], frozen=True):
     """Interrupt the job of a session, once; refused while another client owns it."""
 
 
+class RanksRevived(_ByKey[Done], frozen=True):
+    """Ranks of a session that were started again have got the variables that others have for them."""
+
+    ranks: tuple[int, ...]
+
+
 class Reply(_ByNumber[Done], frozen=True):
     """Answer a rank's question."""
 
@@ -544,6 +550,7 @@ _OfSessions = (
     | CloseSession
     | RestartSession
     | InterruptSession
+    | RanksRevived
     | StacksOf
     | DescribeSessions
     | ListJobs
@@ -572,15 +579,7 @@ class DismissSession(_Note, frozen=True):
     session: str
 
 
-class RanksRevived(_Note, frozen=True):
-    """Ranks of a session that were started again have got the variables that others have for them."""
-
-    session: str
-    attempt: int
-    ranks: tuple[int, ...]
-
-
-ClientNote = ReleaseJob | DismissSession | RanksRevived
+ClientNote = ReleaseJob | DismissSession
 
 
 # Events; `Noticed` is text for the user of a run, which is printed: how other nodes join.

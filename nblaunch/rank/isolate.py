@@ -106,8 +106,13 @@ def _forget_inherited_servers() -> None:
     vars(tracker).update(_fd=None, _pid=None)
 
 
+own_seed: int | None = None
+"""The seed of torch's random numbers that this process began with."""
+
+
 def reseed() -> None:
     """Give this process a random state of its own: each fork starts with the server's."""
+    global own_seed
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -115,7 +120,7 @@ def reseed() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         # Of the CPU's generator only: torch.seed() would queue a call for CUDA's first use.
-        torch.default_generator.seed()
+        own_seed = torch.default_generator.seed()
 
 
 # Orphans. A rank is the subreaper of all processes below it: if they became the keeper's children, the end of

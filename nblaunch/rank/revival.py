@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from nblaunch.capture import arrays, pickling, shared_memory
 from nblaunch.protocol.messages import LastKnown, Payload, Revived
-from nblaunch.rank import in_place, namespace, saving, sharded
+from nblaunch.rank import in_place, isolate, namespace, saving, sharded
 
 _OWN = "it was not the same on all ranks, as far as is known"
 # Only ranks that do not agree on what they do would wait so long.
@@ -105,8 +106,11 @@ class _Sent:
         sent = {name: each for name, each in made.equal.items() if name not in left}
         self._names = tuple(each for each in sent if not saving.is_beside(each))
         self._shown = {each for each in self._names if not saving.is_imported(made.values[each])}
-        own = saving.OF_A_RANK if made.values[saving.ENVIRONMENT] else saving.OF_A_RANK[:-1]
-        self._anew = tuple(each for each in own if each in made.values and each not in sent)
+        # Without a seed of the program's, each rank begins with a random one.
+        seeded = isolate.own_seed not in {None, torch.initial_seed()}
+        told = dict.fromkeys(saving.OF_A_RANK, seeded)
+        told[saving.ENVIRONMENT] = bool(made.values[saving.ENVIRONMENT])
+        self._anew = tuple(each for each in told if told[each] and each in made.values.keys() - sent)
         # Equal ones come first.
         end = min((each.first_key for each in made.own.values()), default=len(made.stream.keys) + 1)
         places = {key: (place, obj) for key, (place, obj) in made.stream.keys.items() if place < end}

@@ -89,6 +89,7 @@ class RequestHandler:
             wire.UnwatchJob: self._unwatch,
             wire.InterruptJob: self._interrupt_job,
             wire.InterruptSession: self._interrupt_session,
+            wire.RanksRevived: self._ranks_revived,
             wire.Reply: self._reply,
             wire.CloseSession: self._close_session,
             wire.RestartSession: self._restart,
@@ -152,10 +153,6 @@ class RequestHandler:
     def note(self, note: wire.ClientNote) -> None:
         if isinstance(note, wire.ReleaseJob):
             self._results_gone(note.job, note.pid, 1)
-        elif isinstance(note, wire.RanksRevived):
-            revived = self.sessions.get(note.session)
-            if revived is not None and revived.group.attempt == note.attempt:
-                revived.ranks_revived(note.ranks)
         elif self._fresh.pop(note.session, None) is not None:
             pass  # a run that was not begun
         elif (session := self.sessions.pop(note.session, None)) is not None:
@@ -355,6 +352,10 @@ class RequestHandler:
         if job is not None and job.is_of(connection):
             job.interrupt()
         return None
+
+    def _ranks_revived(self, _: ClientConnection, request: wire.RanksRevived) -> _Served:
+        self._session(request.session).ranks_revived(request.ranks)
+        return wire.Done()
 
     def _interrupt_session(self, connection: ClientConnection, request: wire.InterruptSession) -> _Served:
         session = self._session(request.session)
