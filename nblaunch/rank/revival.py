@@ -112,7 +112,7 @@ class _Sent:
         told[saving.ENVIRONMENT] = bool(made.values[saving.ENVIRONMENT])
         self._anew = tuple(each for each in told if told[each] and each in made.values.keys() - sent)
         # Equal ones come first.
-        end = min((each.first_key for each in made.own.values()), default=len(made.stream.keys) + 1)
+        end = min((each.first_key for each in made.own.values()), default=float("inf"))
         places = {key: (place, obj) for key, (place, obj) in made.stream.keys.items() if place < end}
         content = {
             "variables": [each.packed(name) for name, each in sent.items()],

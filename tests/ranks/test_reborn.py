@@ -190,7 +190,8 @@ def test_training_with_ddp_goes_on_as_if_nothing_had_happened():
 def test_an_object_of_the_notebook_that_comes_from_another_rank_is_what_later_cells_lead_to(kernel):
     kernel.ok("%distributed start -n 3")
     kernel.ok("import torch\nnet = torch.nn.Linear(2, 2)\nnet.requires_grad_(False)\nlimit = 1")
-    kernel.ok("%%distributed\nnet.weight.fill_(7.0)\nseen = limit")
+    # Keys go far beyond the number of objects.
+    kernel.ok("%%distributed\nfiller = [*map(str, range(1000)), []]\nnet.weight.fill_(7.0)\nseen = limit")
     kernel.ok("def sums():\n    return net.weight.sum().item() + limit")
     kernel.ok(
         "import os, signal\nfrom nblaunch.magic import sessions\n"
