@@ -192,14 +192,14 @@ def test_an_object_of_the_notebook_that_comes_from_another_rank_is_what_later_ce
     kernel.ok("import torch\nnet = torch.nn.Linear(2, 2)\nnet.requires_grad_(False)\nlimit = 1")
     # Keys go far beyond the number of objects.
     kernel.ok("%%distributed\nfiller = [*map(str, range(1000)), []]\nnet.weight.fill_(7.0)\nseen = limit")
-    kernel.ok("def sums():\n    return net.weight.sum().item() + limit")
+    kernel.ok("pair = [net]\ndef sums():\n    return net.weight.sum().item() + limit")
     kernel.ok(
         "import os, signal\nfrom nblaunch.magic import sessions\n"
         "live = sessions.named(None)\nos.kill(live.status().ranks[2].pid, signal.SIGKILL)\n"
         "import time\nwhile live.attempt == 0: time.sleep(0.01)"
     )
-    kernel.ok("%%distributed --out res\nsums(), net.weight[0].tolist()")
-    assert kernel.value("res.values") == [[29.0, [7.0, 7.0]]] * 3
+    kernel.ok("%%distributed --out res\nsums(), net.weight[0].tolist(), pair[0] is net")
+    assert kernel.value("res.values") == [[29.0, [7.0, 7.0], True]] * 3
     # A name that the notebook binds anew is new on all of them.
     kernel.ok("limit = 2")
     kernel.ok("%%distributed --out res\nlimit, sums()")
