@@ -364,8 +364,14 @@ class WorkerGroup:
                 known = next(iter(self.names.values()), message)
                 if known.names == message.names:
                     message = msgspec.structs.replace(message, names=known.names)
+                before = self.names.get(message.rank)
                 self.names[message.rank] = message
-                if self.listener is not None:
+                # What changes with each cell is of use here alone.
+                unseen = (
+                    before is not None
+                    and msgspec.structs.replace(message, sketches=before.sketches) == before
+                )
+                if self.listener is not None and not unseen:
                     self.listener.names_changed(message)
             case messages.Asked() if self.job is not None:
                 self.job.asked(message)

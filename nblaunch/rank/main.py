@@ -230,7 +230,7 @@ class Rank:
             except queue.Empty:
                 seconds = 0.0 if self.sketches.hurries or seconds else _IDLE_SECONDS
             if not busy and self.sketches.go_on(self.variables.to_save()):
-                self._send_names(())
+                self._send_names((), urgent=True)
         return self.link.inbox.get()
 
     def _guarded(self, step: Callable[[], None]) -> None:
@@ -612,9 +612,9 @@ class Rank:
         self._rebound, lost = self.variables.settle()
         if self._several:
             self.sketches.begin(self.variables.to_save(), time.monotonic() - self._began)
-        self._send_names(lost)
+        self._send_names(lost, urgent=False)  # the end of the job follows
 
-    def _send_names(self, lost: tuple[int, ...]) -> None:
+    def _send_names(self, lost: tuple[int, ...], *, urgent: bool) -> None:
         names = self.variables.names()
         sketches, digests = self.sketches.of(names) if self._several else ((), ())
         known = messages.Names(
@@ -622,7 +622,7 @@ class Rank:
         )
         if known != self._last_names or lost:
             self._last_names = known
-            self.link.send(msgspec.structs.replace(known, lost=lost))
+            self.link.send(msgspec.structs.replace(known, lost=lost), urgent=urgent)
 
     def _recover(self, order: messages.Recover) -> None:
         recovered = functools.partial(messages.Recovered, rank=self.rank, number=order.number)

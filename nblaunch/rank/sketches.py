@@ -67,7 +67,7 @@ class _Checksum:
             self._take(kind.__name__, f"{value.__module__}.{value.__qualname__}".encode())
             by_value = not isinstance(value, types.BuiltinFunctionType) and is_by_value(value)
             self.whole = self.whole and not by_value
-        elif kind in {torch.Tensor, torch.nn.Parameter}:
+        elif kind in _TENSORS:
             self._tensor(value, depth)
         elif kind.__module__ == "numpy":
             self._of_numpy(value)
@@ -130,8 +130,12 @@ class _Checksum:
             return
         step = max(tensor.numel() // _SMALL, 1)
         self.whole = self.whole and step == 1
-        sample = tensor.detach().view(-1)[::step][: 2 * _SMALL].contiguous()
-        self._take("elements", sample.view(torch.uint8).numpy().tobytes())
+        sample = tensor.detach()
+        if step > 1:
+            sample = sample.view(-1)[::step][: 2 * _SMALL]
+        if tensor.dtype not in _NUMPYS:
+            sample = sample.contiguous().view(-1).view(torch.uint8)
+        self._take("elements", sample.numpy().tobytes())
 
     def _of_numpy(self, value: Any) -> None:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -147,6 +151,11 @@ class _Checksum:
         )
 
 
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_NUMPYS = frozenset(
+    {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8, torch.float16}
+)
+"""Types that NumPy has, too, and need no copy."""
 _PLAIN = frozenset({bool, float, complex, type(None), torch.dtype, range, slice})
 
 

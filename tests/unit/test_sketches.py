@@ -28,6 +28,10 @@ DIFFERENT = {
     "a gradient": (parameter(1.0), parameter(None)),
     "an object twice": ([ONE, ONE], [ONE, [1]]),
     "classes": (dict, OrderedDict),
+    "imaginary parts": (torch.ones(2) + 1j, torch.ones(2) + 2j),
+    "a type that NumPy lacks": (torch.ones(2).bfloat16(), torch.zeros(2).bfloat16()),
+    "no dimension": (torch.tensor(1).to(torch.int8), torch.tensor(2).to(torch.int8)),
+    "one element of many": (torch.zeros(5000), torch.zeros(5000).index_fill(0, torch.tensor([0]), 1.0)),
 }
 
 
