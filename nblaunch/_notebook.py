@@ -95,18 +95,13 @@ def inside_rank() -> int | None:
     return publisher.rank if publisher is not None and publisher.send is not None else None
 
 
-def ask_shell(question: str, *arguments: object) -> object:
-    """Return what a rank's shell answers between two cells: `describe`, `complete`, `debug`, ...
+def ask_rank(module: str, question: str, *arguments: object, **keywords: object) -> object:
+    """Call a function of a module of `nblaunch.rank` between two cells, such as `describe` of `shell`.
 
-    The notebook has a rank call this, by name: it never imports `nblaunch.rank`.
+    The notebook has a rank call this, by name: it never imports `nblaunch.rank`. Some modules are loaded only
+    for this.
     """
-    return getattr(sys.modules["nblaunch.rank.shell"], question)(*arguments)
-
-
-def ask_saving(question: str, *arguments: object, **keywords: object) -> object:
-    """Call `save`, `restore` or `revive` of a rank, whose module is loaded only for that."""
-    module = importlib.import_module(f"nblaunch.rank.{'revival' if question == 'revive' else 'saving'}")
-    return getattr(module, question)(*arguments, **keywords)
+    return getattr(importlib.import_module(f"nblaunch.rank.{module}"), question)(*arguments, **keywords)
 
 
 _FUTURE_FLAGS = functools.reduce(

@@ -23,7 +23,7 @@ import msgspec
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
 from nblaunch._help import FailureKind
-from nblaunch._notebook import ask_shell
+from nblaunch._notebook import ask_rank
 from nblaunch._registry import RuntimeEntry
 from nblaunch._results import Outcome, Perform, RunResult, SessionStatus, held_by
 from nblaunch.capture.capture import Captured, capture_call, capture_cell, capture_values, notebook_names
@@ -343,7 +343,7 @@ class LiveSession:
     def ask_all(self, title: str, question: str, *args: object, **keywords: object) -> Outcome:
         """Have all ranks save or load; shown is what comes of it."""
         self._refuse_if_held()
-        job = self._query(title, range(self.world_size), _notebook.ask_saving, question, *args, **keywords)
+        job = self._query(title, range(self.world_size), ask_rank, "saving", question, *args, **keywords)
         # Not a query, which another client's query would interrupt.
         job.query, job.options = False, replace(self.options, timeout=None)
         return self._perform(job)
@@ -362,7 +362,7 @@ class LiveSession:
         while self._reborn and self.held_by is None and not self._watches_only:
             reborn, self._reborn = self._reborn, {}
             token, ranks = secrets.token_hex(8), range(self.world_size)
-            job = self._query("revive", ranks, _notebook.ask_saving, "revive", token, reborn)
+            job = self._query("revive", ranks, ask_rank, "revival", "revive", token, reborn)
             job.query, job.options, job.attempt = False, replace(self.options, timeout=None), self._attempt
             job.line, job.others, job.private = self._line, self._take, self.detached
             self._jobs += 1
@@ -430,7 +430,7 @@ class LiveSession:
                     raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE) from None
 
     def _answers(self, token: str, asked: Round) -> dict[int, Any]:
-        job = self._query("diff", asked.ranks, ask_shell, "answer_comparison", token, asked.ask)
+        job = self._query("diff", asked.ranks, ask_rank, "shell", "answer_comparison", token, asked.ask)
         outcome = self._run(job)
         root = outcome.result.root_cause
         if root is not None and root.type == "builtins.LookupError":
@@ -734,7 +734,7 @@ class LiveSession:
 
     def inspect(self, name: str, *, rank: int = 0) -> str:
         """Return what `name?` shows on a rank. Raises `NblaunchError` if the rank has no such name."""
-        text: str = self._internal("inspect", ask_shell, "describe", name, rank=rank).unwrap()[rank]
+        text: str = self._internal("inspect", ask_rank, "shell", "describe", name, rank=rank).unwrap()[rank]
         if not text:
             msg = f"inspect: name {name!r} is not defined on rank {rank}."
             raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE)
@@ -755,7 +755,9 @@ class LiveSession:
         def ask() -> None:
             answer = None
             with contextlib.suppress(NblaunchError):  # a job has begun meanwhile
-                outcome = self._internal("complete", ask_shell, "complete", code, position, brief=True)
+                outcome = self._internal(
+                    "complete", ask_rank, "shell", "complete", code, position, brief=True
+                )
                 answer = outcome.result[0] if outcome.error is None else None
             answers.put(answer)
 
@@ -775,7 +777,7 @@ class LiveSession:
     def debug(self, rank: int | None = None) -> None:
         """Debug the last exception of a rank, in that rank; without one, of the rank that failed last."""
         rank = self.failed_last if rank is None else rank
-        outcome = self._internal("debug", ask_shell, "debug", rank=rank, query=False)
+        outcome = self._internal("debug", ask_rank, "shell", "debug", rank=rank, query=False)
         root = outcome.result.root_cause
         if root is not None and root.type == "builtins.LookupError":
             msg = f"debug: {root.message}: rank {rank}. Name another rank (%distributed debug 1)."

@@ -667,11 +667,12 @@ class _Step(Machine[GroupState, Action]):
             saving=RankSet(),
         )
         if message.number > 0 and self.state.persistent:
-            same = kept is not None and all(rank == before for rank, before in kept.items())
-            if (
-                not same or message.world_size != self.state.members.world_size
-            ):  # else it was told at the death
-                self.note(RESTARTED if kept is None else _describe_regroup(kept, message.world_size))
+            size = self.state.members.world_size
+            if kept is None:
+                self.note(RESTARTED)
+            elif kept != {rank: rank for rank in kept} or message.world_size != size:
+                self.note(_describe_regroup(kept, message.world_size))
+            # Else a rank was started again: that was told when it died.
         job = self.state.working
         # Its ranks are gone, with all the variables it could use, or it was captured for other ranks.
         gone = job is not None and (job.dispatched or kept is not None or job.lacks(message.world_size))

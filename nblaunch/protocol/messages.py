@@ -502,7 +502,7 @@ class LastKnown(msgspec.Struct, frozen=True):
     equal: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    never: tuple[str, ...] = ()
+    lacked: tuple[str, ...] = ()
     """Variables of other ranks that it did not have."""
     changed: tuple[str, ...] = ()
     """Of its variables, those that other ranks have changed in the job in which it died."""

@@ -14,7 +14,7 @@ UNKNOWN = 0
 """The number of a variable of which nothing is known."""
 
 
-def numbered(checksum: int, *, whole: bool) -> int:
+def number_of(checksum: int, *, whole: bool) -> int:
     """Return the number of a checksum of 32 bits; it tells whether that is one of the `whole` value."""
     return (1 << 40) | checksum << 1 | (not whole)
 
@@ -22,13 +22,13 @@ def numbered(checksum: int, *, whole: bool) -> int:
 def is_whole(number: int) -> bool:
     """Return whether two values of this number are equal, and not only alike as far as was seen.
 
-    >>> is_whole(numbered(7, whole=True)), is_whole(numbered(7, whole=False)), is_whole(UNKNOWN)
+    >>> is_whole(number_of(7, whole=True)), is_whole(number_of(7, whole=False)), is_whole(UNKNOWN)
     (True, False, False)
     """
     return number != UNKNOWN and number % 2 == 0
 
 
-def outdated(digest: int) -> int:
+def mark_outdated(digest: int) -> int:
     """Return the number of a digest that was taken before the last job: it no longer tells of equality."""
     return digest | 1
 
@@ -40,7 +40,7 @@ def last_known(rank: int, names: Mapping[int, Names], now: Mapping[int, Names] |
 
     >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
     >>> last_known(1, names)
-    LastKnown(equal=('x',), alike=(), others=('y',), never=(), changed=())
+    LastKnown(equal=('x',), alike=(), others=('y',), lacked=(), changed=())
     """
     own = names.get(rank)
     if own is None or len(own.sketches) != len(own.names):
@@ -58,9 +58,9 @@ def last_known(rank: int, names: Mapping[int, Names], now: Mapping[int, Names] |
             for each, known in since.items()
         )
     ]
-    never = sorted(set().union(*of.values()).difference(own.names))
+    lacked = sorted(set().union(*of.values()).difference(own.names))
     kinds = {kind: tuple(each) for kind, each in found.items()}
-    return LastKnown(**kinds, never=tuple(never), changed=tuple(changed))
+    return LastKnown(**kinds, lacked=tuple(lacked), changed=tuple(changed))
 
 
 def _kind(known: list[tuple[int, int]]) -> str:

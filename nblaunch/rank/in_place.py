@@ -393,7 +393,7 @@ def _forgotten(model: Any, forget: Callable[[Any], None]) -> str:
     return ""
 
 
-def renewed(model: DistributedDataParallel) -> bool:
+def begin_again(model: DistributedDataParallel) -> bool:
     """Have a model begin again with the present default group, as one that is unpickled; return if it could.
 
     Its communication hook would be gone.

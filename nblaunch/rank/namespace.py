@@ -324,7 +324,7 @@ class DeadVariables:
         for dead, reference in found:
             model = reference()
             ours = isinstance(model, DistributedDataParallel) and model in self._of_default
-            if not (ours and in_place.renewed(model)):  # type: ignore[arg-type] # `ours` has seen to it
+            if not (ours and in_place.begin_again(model)):  # type: ignore[arg-type] # `ours` has seen to it
                 left.append((dead, reference))
         return left
 

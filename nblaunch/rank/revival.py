@@ -99,7 +99,7 @@ class _Sent:
         differ = wanted - made.equal.keys()
         self._lost |= {name: _GROUP_GONE if name in of_groups else _OWN for name in differ}
         self._lost |= {name: why for name, why in made.left_out.items() if name in wanted}
-        old = set().union(*had, *(each.never for each in reborn.values()))
+        old = set().union(*had, *(each.lacked for each in reborn.values()))
         self._lost |= dict.fromkeys(set(here.names()) - old - imported, _NEW)
         # Of one other rank it is not known whether the dead one had the same beside its variables.
         left = {each for each in made.equal if len(meeting.ranks) == 1 and each in saving.OF_A_RANK}

@@ -393,7 +393,7 @@ def namespace() -> dict[str, Any]:
     return main
 
 
-# Questions of the notebook between two cells (`_notebook.ask_shell`): %debug, help, completion.
+# Questions of the notebook between two cells (`_notebook.ask_rank`): %debug, help, completion.
 
 _MOST = 500
 

@@ -24,7 +24,7 @@ import torch
 
 from nblaunch.capture import tensors
 from nblaunch.capture.parts import is_by_value
-from nblaunch.protocol.variables import UNKNOWN, is_whole, numbered, outdated
+from nblaunch.protocol.variables import UNKNOWN, is_whole, mark_outdated, number_of
 
 _MOST_NAMES = 256
 _MOST_PARTS, _MOST_DEPTH = 64, 3
@@ -172,7 +172,7 @@ def sketch(value: object) -> int:
         checksum.add(value)
     except Exception:  # noqa: BLE001 - a value may raise anything when it is examined
         return UNKNOWN
-    return numbered(checksum.sum, whole=checksum.whole)
+    return number_of(checksum.sum, whole=checksum.whole)
 
 
 class TooLargeError(Exception):
@@ -219,7 +219,7 @@ class Sketches:
         self._before = {name: (id(variables[name]), of[name]) for name in names}
         # Of an object that may have been changed since, an old digest still tells where ranks have others.
         same = [name for name in self._digests if before.get(name) == self._before.get(name, UNKNOWN)]
-        self._of, self._digests = of, {name: outdated(self._digests[name]) for name in same}
+        self._of, self._digests = of, {name: mark_outdated(self._digests[name]) for name in same}
         self._waiting = [name for name in reversed(names) if not is_whole(self._of[name])]
         share = _SHARE * seconds
         self._until = time.monotonic() + (share if share >= _LEAST_SECONDS else 0.0)
@@ -245,7 +245,7 @@ class Sketches:
         # Whatever the objects raise: nothing more is known then.
         with contextlib.suppress(Exception, SystemExit):
             if name in variables:
-                self._digests[name] = numbered(self._digest(variables[name]), whole=True)
+                self._digests[name] = number_of(self._digest(variables[name]), whole=True)
         return not self._waiting
 
     def _digest(self, value: Any) -> int:
