@@ -317,6 +317,7 @@ class KnowledgeView:
         gone = tuple(self.record.gone)
         objects = Objects(
             wait=bool(bound or frames),
+            names=tuple(bound),
             places=array("I", (place for place, _ in packed.places)).tobytes(),
             keys=array("Q", keys).tobytes(),
             gone=array("Q", gone).tobytes(),

@@ -17,7 +17,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from operator import methodcaller
@@ -104,8 +104,9 @@ class WorkerGroup:
         """Of a persistent group: the variables that each rank has."""
         self._names_before: dict[int, messages.Names] = {}
         """Those before the job."""
-        self._gone: dict[int, dict[int, messages.Names]] = {}
-        """Ranks that have died, with what all had before the job that this cut off; empty if it was none."""
+        self._gone: dict[int, tuple[Mapping[int, messages.Names], Collection[str]]] = {}
+        """Ranks that have died, with what all had before the job that this cut off, and what that had brought
+        to them; empty if it was none."""
         self.reborn: dict[int, messages.LastKnown] = {}
         """Ranks that were started again, and have not got variables yet, with what they had."""
         self.listener: GroupListener | None = None
@@ -315,17 +316,25 @@ class WorkerGroup:
         job, at_work = self.life.working, self.life.working_ranks.get(exited.rank)
         # Not whether it has begun: the message that says so may have been lost with the rank.
         cut_off = job is not None and job.dispatched and at_work is not None and not at_work.state.final
-        self._gone[exited.rank] = self._names_before if cut_off else {}
+        self._gone[exited.rank] = (self._names_before, self._brought(exited.rank)) if cut_off else ({}, ())
         self.feed(exited)
+
+    def _brought(self, rank: int) -> Collection[str]:
+        """Return the variables that the present job has brought to a rank."""
+        job, known = self.job, self.life.working
+        if job is None or known is None or len(known.arrived) < len(known.run.ranks):
+            return ()
+        objects = job.dispatch_to(rank).objects
+        return () if objects is None else objects.names
 
     def _keep_known(self, kept: Mapping[int, int]) -> None:
         """Keep what is known of the variables of ranks that have died; they may get them from others."""
         whole = {rank: each for rank, each in self.names.items() if rank not in self.reborn}
-        for rank, before in self._gone.items():
+        for rank, (before, brought) in self._gone.items():
             # One that had not got any yet is still to get what it had before.
             if rank not in kept and rank not in self.reborn:
                 among = {each: known for each, known in before.items() if each in whole} or whole
-                self.reborn[rank] = last_known(rank, among, whole if before else None)
+                self.reborn[rank] = last_known(rank, among, whole if before else None, brought)
         self._gone = {}
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:

@@ -881,11 +881,13 @@ AnyJob = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
 class Objects(msgspec.Struct, frozen=True):
     """Keys of the objects in a payload, as arrays of integers: `places` in the pickle (I), `keys` (Q).
 
-    `gone` are keys (Q) that the notebook will not use again. With `wait` the rank answers with `Arrived`, and
-    begins at `Proceed`: the payload is kept on every rank or on none.
+    `gone` are keys (Q) that the notebook will not use again, and `names` the variables that it brings. With
+    `wait` the rank answers with `Arrived`, and begins at `Proceed`: the payload is kept on every rank or on
+    none.
     """
 
     wait: bool = False
+    names: tuple[str, ...] = ()
     places: bytes = b""
     keys: bytes = b""
     gone: bytes = b""

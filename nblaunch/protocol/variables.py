@@ -6,7 +6,7 @@ tell which of its variables all ranks had alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from nblaunch.protocol.messages import LastKnown, Names
 
@@ -33,10 +33,16 @@ def mark_outdated(digest: int) -> int:
     return digest | 1
 
 
-def last_known(rank: int, names: Mapping[int, Names], now: Mapping[int, Names] | None = None) -> LastKnown:
+def last_known(
+    rank: int,
+    names: Mapping[int, Names],
+    now: Mapping[int, Names] | None = None,
+    brought: Collection[str] = (),
+) -> LastKnown:
     """Return what is known of the variables of a rank that has died, by the `names` that all ranks have told.
 
-    If it has died in a job, these are from before that; `now` is what the others have told since.
+    If it has died in a job, these are from before that; `now` is what the others have told since, and
+    `brought` are variables that the job had brought to it.
 
     >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
     >>> last_known(1, names)
@@ -58,7 +64,7 @@ def last_known(rank: int, names: Mapping[int, Names], now: Mapping[int, Names] |
             for each, known in since.items()
         )
     ]
-    lacked = sorted(set().union(*of.values()).difference(own.names))
+    lacked = sorted(set().union(*of.values()).difference(own.names, brought))
     kinds = {kind: tuple(each) for kind, each in found.items()}
     return LastKnown(**kinds, lacked=tuple(lacked), changed=tuple(changed))
 

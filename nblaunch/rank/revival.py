@@ -84,7 +84,8 @@ class _Sent:
         # An import means the same everywhere. One that only some of these ranks have is not brought: all must
         # compare the same variables, as often.
         imports = sorted(name for name, value in here.to_save().items() if saving.is_imported(value))
-        imported = set.intersection(*map(set, meeting.tell(imports)))
+        there = meeting.tell([imports, here.names()])
+        imported = set.intersection(*(set(each) for each, _ in there))
         wanted = {name for each in had for name, why in each.items() if not why} | imported
         self._rank, self._reborn = meeting.rank, reborn
         made = saving.Save(meeting, here, wanted)
@@ -100,7 +101,7 @@ class _Sent:
         self._lost |= {name: _GROUP_GONE if name in of_groups else _OWN for name in differ}
         self._lost |= {name: why for name, why in made.left_out.items() if name in wanted}
         old = set().union(*had, *(each.lacked for each in reborn.values()))
-        self._lost |= dict.fromkeys(set(here.names()) - old - imported, _NEW)
+        self._lost |= dict.fromkeys(set().union(*(names for _, names in there)) - old - imported, _NEW)
         # Of one other rank it is not known whether the dead one had the same beside its variables.
         left = {each for each in made.equal if len(meeting.ranks) == 1 and each in saving.OF_A_RANK}
         sent = {name: each for name, each in made.equal.items() if name not in left}

@@ -13,6 +13,7 @@ import statistics
 import textwrap
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,12 +245,13 @@ class Deaths(Notebook):  # type: ignore[misc] # test modules are not typed for m
         found, warnings = self.look_at_all()
         self.seconds.append(time.monotonic() - killed)
         assert notices(told) == self.bring(set(uses), range(len(self.ranks)))
+        brought = self.has(self.ranks[dead]).keys() - before[dead].keys()
         for each in run[:at]:
             exec(each, self.ranks[dead].variables)  # noqa: S102 - as the rank did
         most = len(run) if how == "alone" else at
         for number in self.survivors(dead):
             self.went_on(self.ranks[number], run[:most], found[number], first)
-        self.revive(dead, before, set(self.has(self.ranks[dead])), warnings)
+        self.revive(dead, before, set(self.has(self.ranks[dead])), warnings, brought=brought)
         self.compare(found)
 
     def first(self) -> int:
@@ -319,22 +321,30 @@ class Deaths(Notebook):  # type: ignore[misc] # test modules are not typed for m
             rank.forget()
         if not is_back:
             # It may have ended the cell, and told what it had then.
-            self.revive(dead, after if succeeded else before, set(before[dead]), warnings, after)
+            had = before[dead].keys() | after[dead].keys()
+            brought = after[dead].keys() - before[dead].keys()
+            known = after if succeeded else before
+            self.revive(dead, known, had, warnings, after=after, brought=brought)
         self.compare(found)
         self.ask(f"del {large}")
         self.ask(f"%%distributed\nglobals().pop({large!r}, None);")
 
     # --- what is there afterwards ---
 
-    def revive(
+    def revive(  # noqa: PLR0913 - what was there, and what was said
         self,
         dead: int,
         before: list[dict[str, str]],
-        had: set[str],
+        had: AbstractSet[str],
         warnings: Sequence[str],
+        *,
         after: Sequence[dict[str, str]] = (),
+        brought: AbstractSet[str] = frozenset(),
     ) -> None:
-        """Have the model's rank get the variables that came; they are right, and all else is named."""
+        """Have the model's rank get the variables that came; they are right, and all else is named.
+
+        `had` are those that it may have had in the end, and `brought` those that came with the last cell.
+        """
         (told,) = (each for each in warnings if each.startswith(f"rank {dead} is back: "))
         others = self.survivors(dead)
         first, *gone = told.removeprefix(f"rank {dead} is back: ").split("; ")
@@ -358,7 +368,7 @@ class Deaths(Notebook):  # type: ignore[misc] # test modules are not typed for m
                 assert name in before[dead] or (after and name in after[dead])
             else:
                 # What others had before, and it had not, it may have bound in the cell in which it died.
-                unknown = name not in before[dead] and known != {None}
+                unknown = name not in before[dead].keys() | brought and known != {None}
                 is_named = name in lost or name not in had or unknown or theirs == {None}
                 assert is_named, f"{name} is gone, and not named"
                 equal = len(theirs) == len(known) == 1 and None not in theirs | known

@@ -135,6 +135,27 @@ def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before
         assert "new had no copy and is gone (nothing is known of it before the job" in found.warnings[0]
 
 
+@pytest.mark.quick
+def test_what_the_job_had_brought_in_which_the_rank_died_is_named_if_it_is_gone():
+    """Also a variable that the others had before, and one that the cell then deletes on some of them."""
+    with nblaunch.Session(nproc=3, display=False) as session:
+        notebook = {"late": [1], "dropped": [2], "again": [3]}
+        session.cell("late", ranks=[0, 2], namespace=notebook)
+        session.cell("again", namespace=notebook)
+        session.cell("if rank == 1: del again", namespace={})
+        found = session.cell(
+            "import os\nlate, dropped, again\nif rank == 0: del dropped\n"
+            "if rank == 1: os.kill(os.getpid(), 9)",
+            namespace=notebook,
+            check=False,
+        )
+        assert found.root_cause.signal == "SIGKILL"
+        there = "[name for name in ('again', 'dropped', 'late') if name in globals()]"
+        found = session.cell(there, namespace={})
+        assert found.values == [["again", "late"], [], ["again", "dropped", "late"]]
+        assert any("again, dropped, late had no copy and are gone" in each for each in found.warnings)
+
+
 def test_ranks_that_have_imported_different_modules_give_what_all_have_imported():
     with nblaunch.Session(nproc=3, display=False) as session:
         session.cell("import math\nif rank == 0: import json\nkept = 5", namespace={})
