@@ -308,8 +308,9 @@ class Deaths(Notebook):  # type: ignore[misc] # test modules are not typed for m
         self.seconds.append(time.monotonic() - killed)
         is_back = any(" is back: " in each for each in told)
         if is_back:
-            assert succeeded
             self.revive(dead, before, set(before[dead]), told)
+            # The cell may use a variable that is gone there, and that the notebook has deleted.
+            assert succeeded or not all(self.ranks[dead].has(each) or each in self.variables for each in uses)
         arrived = [found[rank][3] for rank in self.survivors(dead)]
         assert succeeded <= (arrived == [[float(first * SIZE)]] * len(arrived))
         assert arrived in ([[]] * len(arrived), [[float(first * SIZE)]] * len(arrived))
