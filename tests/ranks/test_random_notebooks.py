@@ -23,6 +23,8 @@ from lanes import full, slow
 from looked import change_of, is_notebooks
 from rank_model import VIEWS_SHARE, Rank, bound_in, cell
 
+from nblaunch.protocol.reports import format_ranks
+
 NAMES = ("a", "b", "c", "d", "e")
 _numbers = itertools.count()
 IMPORTS = "import functools, gc, types, looked, numpy as np, torch; from collections import deque"
@@ -244,8 +246,13 @@ class Notebook:
             return ""
         if all(version == sent[older[0]] for version in sent.values()):
             return "changed"
-        words = [f"rank {rank} {'another' if at else 'an'} older value" for at, rank in enumerate(older)]
-        return ", ".join([*words, *(f"rank {rank} the notebook's" for rank in users if rank not in older)])
+        of_version = [[each for each in older if sent[each] == sent[rank]] for rank in older]
+        groups = [ranks for rank, ranks in zip(older, of_version, strict=True) if rank == ranks[0]]
+        words = [
+            f"{format_ranks(each)} {'another' if at else 'an'} older value" for at, each in enumerate(groups)
+        ]
+        current = [rank for rank in users if rank not in older]
+        return ", ".join([*words, *([f"{format_ranks(current)} the notebook's"] if current else [])])
 
     def named(self, argument: Any) -> Any:
         """Return an argument of a step with this notebook's names."""
