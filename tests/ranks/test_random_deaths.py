@@ -20,7 +20,7 @@ from typing import Any
 
 import looked
 import pytest
-from hypothesis import given, note
+from hypothesis import Phase, example, given, note, settings
 from hypothesis import strategies as st
 from lanes import slow
 from patience import eventually
@@ -428,6 +428,54 @@ def world_size(request, module_kernel):
     yield request.param
     module_kernel.ok("%distributed stop\nimport gc; gc.unfreeze()")
     module_kernel.forget()
+
+
+# What all ranks have alike and what they have not, and a death of each kind, of the first rank and another.
+OF_EACH_KIND: tuple[list[tuple[Any, ...]], ...] = (
+    [
+        ("look_at_them",),
+        ("make", "a", "class", "b"),
+        ("apart", "{x} = torch.arange(4.) + {n}", "c", 5, 0),
+        ("make_of", "d", "in a list", "e"),
+        ("die_idle", 1, 2, 1),
+        ("change", "e", 3),
+        ("mutate", "b", 6, None),
+    ],
+    [
+        ("look_at_them",),
+        ("apart", "globals().pop({x!r}, None);", "b", 0, 1),
+        (
+            "die_in_cell",
+            1,
+            ("a", "b"),
+            (("{x} = [{n}]", "a", 1, None), ("{x} = {n} % 3", "c", 2, 0)),
+            2,
+            "alone",
+        ),
+        ("die_in_cell", 0, ("d",), (("{x} = {{'k': {n}}}", "d", 4, None),), 1, "barrier"),
+    ],
+    [
+        ("look_at_them",),
+        ("apart", "{x} = torch.arange(4.) + {n}", "c", 5, 0),
+        ("die_travelling", 1, ("b", "a", "d"), -1),
+        ("change", "c", 3),
+        ("die_in_cell", 2, ("c", "e"), (("{x} = np.arange(4.) + {n}", "e", 3, 1),), 1, "outside"),
+    ],
+)
+
+
+@pytest.mark.parametrize("world_size", [3], indirect=True)
+def test_after_a_death_of_each_kind_the_rank_has_what_all_had_alike(module_kernel, world_size, tmp_path):
+    @settings(phases=[Phase.explicit], deadline=None)
+    @given(notebooks)
+    def these_notebooks(notebook):
+        book = Deaths(module_kernel, world_size, tmp_path)
+        book.follow(notebook)
+        book.look_at_them()
+
+    for each in OF_EACH_KIND:
+        these_notebooks = example(each)(these_notebooks)
+    these_notebooks()
 
 
 @pytest.mark.timeout(7200)
