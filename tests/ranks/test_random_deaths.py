@@ -428,6 +428,14 @@ def world_size(request, module_kernel):
     yield request.param
     module_kernel.ok("%distributed stop\nimport gc; gc.unfreeze()")
     module_kernel.forget()
+    # Hundreds of results went at once. What the system did not hold of their notes goes with the next.
+    module_kernel.ok("from nblaunch.client.local import local")
+
+    def all_sent():
+        module_kernel.ok("local().runtime.send_notes()")
+        return module_kernel.value("len(local().runtime._notes)") == 0
+
+    eventually(all_sent, "the runtime knows which results are gone")
 
 
 # What all ranks have alike and what they have not, and a death of each kind, of the first rank and another.
