@@ -38,8 +38,10 @@ CLAIMS = {
     "A rank that dies is started again alone, and gets from the others what all ranks had alike.": (
         "tests/ranks/test_reborn.py::test_the_rank_that_was_killed_has_what_all_had_alike_and_nothing_else",
         "tests/ranks/test_reborn.py::test_one_other_rank_is_enough_for_what_was_compared_while_all_were_idle",
-        "tests/ranks/test_reborn.py::"
-        "test_an_object_of_the_notebook_that_comes_from_another_rank_is_what_later_cells_lead_to",
+        (
+            "tests/ranks/test_reborn.py::"
+            "test_an_object_of_the_notebook_that_comes_from_another_rank_is_what_later_cells_lead_to"
+        ),
     ),
     "`%distributed save` writes their variables to a directory, and `start --from` goes on with them on "
     "another day and another number of ranks.": (
