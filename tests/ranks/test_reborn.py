@@ -209,7 +209,6 @@ def test_training_with_ddp_goes_on_as_if_nothing_had_happened():
         assert session.cell(joined, namespace={}).values == [True] * 3
 
 
-@pytest.mark.quick
 def test_an_object_of_the_notebook_that_comes_from_another_rank_is_what_later_cells_lead_to(kernel):
     kernel.ok("%distributed start -n 3")
     kernel.ok("import torch\nnet = torch.nn.Linear(2, 2)\nnet.requires_grad_(False)\nlimit = 1")
