@@ -176,7 +176,7 @@ class LiveSession:
         self._keys = itertools.count(self._runtime.number())
         self._knowledge = Knowledge(self._keys)
         self._jobs = 0
-        self._ended, self._why_ended = False, ""
+        self._ended, self.why_ended = False, ""
         self._held_by = opened.held_by
         """Another client, the owner."""
         self._watches_only = opened.watches_only
@@ -545,7 +545,7 @@ class LiveSession:
             case wire.RanksRenumbered(session=self._key):
                 self._renumber(event)
             case wire.SessionEnded(session=self._key, why=why):
-                self._ended, self._why_ended = True, why
+                self._ended, self.why_ended = True, why
                 self._ranks.open = False
                 self._runtime.send_notes()
             case wire.OwnerChanged(session=self._key, by=by):
@@ -601,7 +601,7 @@ class LiveSession:
         self._runtime.refuse_in_fork()
         if not self.open:
             raise LaunchError(
-                session_ended(self.name, self._why_ended), phase="job", kind=FailureKind.SESSION_ENDED
+                session_ended(self.name, self.why_ended), phase="job", kind=FailureKind.SESSION_ENDED
             )
 
     def _refuse_if_held(self) -> None:

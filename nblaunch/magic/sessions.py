@@ -18,15 +18,23 @@ DEFAULT = "default"
 _OF_NODES = ("nnodes", "nproc_per_node")
 
 _sessions: dict[str, LiveSession] = {}
-_lost: set[str] = set()
-"""Sessions whose ranks ended by themselves, until the user is told once."""
+_lost: dict[str, str] = {}
+"""Sessions whose ranks ended by themselves, with what to say of it, until the user is told once."""
 
 
 def opened() -> dict[str, LiveSession]:
     for name in [name for name, session in _sessions.items() if not session.open]:
-        del _sessions[name]
-        _lost.add(name)
+        _lost[name] = _end_of(_sessions.pop(name))
     return _sessions
+
+
+def _end_of(session: LiveSession) -> str:
+    why = f": {session.why_ended.rstrip('.')}" if session.why_ended else ", and could not be replaced"
+    saved = f" --from {session.options.restore}" if session.options.restore else ""
+    return (
+        f"the ranks of session {session.name!r} have ended{why}. Start it again "
+        f"(%distributed start{saved}{flag_of(session.name)}), or run the cell again for fresh ranks."
+    )
 
 
 def start(options: LaunchOptions) -> LiveSession:
@@ -43,7 +51,7 @@ def start(options: LaunchOptions) -> LiveSession:
         if of_a_cell and getattr(options, option.name) != option.default:
             msg = f"{option.flags[0]} is for a cell, not for %distributed start. Leave it out here."
             raise OptionError(msg)
-    _lost.discard(name)
+    _lost.pop(name, None)
     session = saves.start(options, name=name, watch=view_of)
     _sessions[name] = session
     return session
@@ -85,12 +93,7 @@ def session_for(options: LaunchOptions) -> LiveSession | None:
         return named(options.session)
     if _lost and not sessions:
         # Once: a cell that was meant for ranks with variables must not run on fresh ones unasked.
-        name = _lost.pop()
-        msg = (
-            f"the ranks of session {name!r} have ended, and could not be replaced. Start it again "
-            f"(%distributed start{flag_of(name)}), or run the cell again for fresh ranks."
-        )
-        raise NblaunchError(msg, kind=FailureKind.SESSION_ENDED)
+        raise NblaunchError(_lost.popitem()[1], kind=FailureKind.SESSION_ENDED)
     if DEFAULT in sessions:
         return sessions[DEFAULT]
     return named(None) if sessions else None

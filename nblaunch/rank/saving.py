@@ -638,6 +638,8 @@ def save_if_preempted(path: str) -> None:
         token = f"preempted {next(numbers)}"
         if process_group.attempt() != attempt:
             return
+        if _writing is not None:  # what cells had done before, which would end with this rank
+            _writing.join(seconds / 4)
         if not any(Meeting(f"{token} cut off", seconds / 4).tell(preempt.cut_off)):
             save(path, token, (), by_itself=True, seconds=seconds / 4)
 

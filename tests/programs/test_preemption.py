@@ -276,6 +276,34 @@ def test_a_session_that_saves_by_itself_does_so_between_two_cells_and_not_in_the
         assert cell(session, "a") == [2, 2]
 
 
+WRITES_SLOWLY = """
+import os, time
+from nblaunch.rank import preempt
+write, waits = os.pwrite, True
+def pwrite(*args):
+    global waits
+    while waits and time.monotonic() > preempt._ordered + 10: time.sleep(0.01)
+    time.sleep(1 if waits else 0)
+    waits = False
+    return write(*args)
+os.pwrite = pwrite
+a = 1
+os.getpid()
+"""
+
+
+def test_a_save_that_is_being_written_does_not_keep_ranks_from_saving_what_came_later(tmp_path):
+    save = tmp_path / "save"
+    with nblaunch.Session(**ON, restore=save, save_every=0.001) as session:
+        pids = cell(session, WRITES_SLOWLY)
+        cell(session, "a = 2")
+        assert list(tmp_path.glob("save.partial-*"))
+        node_of(pids[1]).send_signal(signal.SIGTERM)
+        eventually(lambda: not session._live.open, "the session has ended")
+    with nblaunch.Session(nproc=2, restore=save) as session:
+        assert cell(session, "a") == [2, 2]
+
+
 def cell_count(directory: Path) -> list[str]:
     return [text(directory / f"saved-{rank}") for rank in range(2)]
 

@@ -418,3 +418,86 @@ def test_the_reason_is_on_screen_soon_and_an_interrupt_withdraws_the_request(slu
     assert ran.error.ename == "KeyboardInterrupt"
     assert (shown <= SHOWN, withdrawn <= WITHDRAWN) == (True, True), (shown, withdrawn)
     slurm.run("scancel", others)
+
+
+# --- a notebook that goes on in the next allocation ------------------------------------------------------
+
+BEGIN = """
+%%distributed
+if "losses" not in globals():
+    import time, torch, nblaunch
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+    torch.manual_seed(1 + rank)
+    losses = []
+    def step():
+        x = torch.randn(16, 8)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        nblaunch.log(step=len(losses), loss=loss)
+        losses.append(loss.item())
+"""
+TRAIN = """
+%%distributed --out res
+for _ in range(4):
+    step()
+    time.sleep(0.25)
+losses
+"""
+STEPS = 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_notebook_goes_on_in_the_next_allocation_by_the_same_line_with_its_losses_in_one_piece(
+    slurm, two, start_kernel, tmp_path
+):
+    """The first allocation ends while a cell is at work, the second while the notebook waits."""
+    line = (
+        f"%distributed start --on slurm -n 2 --slurm '-t 1' --save-every 1s --from {tmp_path}/run "
+        f"--metrics-file {tmp_path}/metrics.jsonl --local-addr {two.address}"
+    )
+
+    def begin(kernel):
+        kernel.ok(f"begun = {line}")
+        kernel.ok(BEGIN)
+        return kernel.value("str(begun)")
+
+    def train(kernel):
+        kernel.ok(TRAIN)
+        return kernel.value("res.values")
+
+    def wait_for_the_end(kernel):
+        kernel.ok("import nblaunch.magic.sessions as sessions")
+        eventually(lambda: not kernel.value("list(sessions.opened())"), "Slurm has ended it", 120)
+
+    kernel = start_kernel(**slurm.environ)
+    assert "is not there yet: nothing is loaded" in begin(kernel)
+    done = [len(train(kernel)[0]) for _ in range(4)][-1]
+    assert kernel.fails(TRAIN.replace("range(4)", "range(1000)"), 120).ename == "RunPreemptedError"
+    wait_for_the_end(kernel)
+    told = rf"have ended: slurm job \d+ has ended: time limit\. .*%distributed start --from {tmp_path}/run"
+    assert re.search(told, kernel.fails(TRAIN).evalue)
+
+    assert "loaded from" in begin(kernel)
+    before = [len(each) - STEPS for each in train(kernel)]
+    print(f"{done} steps in cells that have ended; the next allocation began after {before[0]}")
+    # A save that is due while the last one is being written is left out.
+    assert before in ([done] * 2, [done - STEPS] * 2), "no step of the cell that was cut off is saved"
+    (number,) = [each.split()[0] for each in slurm.jobs()]
+    slurm.run("scontrol", "update", f"JobId={number}", "EndTime=now+18")
+    wait_for_the_end(kernel)
+
+    kernel = start_kernel(**slurm.environ)
+    begin(kernel)
+    found = train(kernel)
+    assert [len(each) for each in found] == [before[0] + 2 * STEPS] * 2, "the notebook waited: all is saved"
+    with nblaunch.Session(nproc=2, display=False) as session:
+        train_all = BEGIN.replace("%%distributed", "") + f"for _ in range({len(found[0])}): step()\nlosses"
+        assert found == cell(session, train_all)
+    points = [json.loads(each) for each in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    curves = {(each["rank"], each["step"]): each["value"] for each in points}  # a later line counts
+    assert [[curves[rank, step] for step in range(len(found[0]))] for rank in range(2)] == found
