@@ -519,11 +519,12 @@ class _Director(Machine[DirectorState, DirectorAction]):
         there = sorted((node.base, name) for name, node in taking_part.items() if node.started)
         waiting = sorted((node.order, name) for name, node in state.nodes.items() if node.waits)
         names = [*(name for _, name in there), *(name for _, name in waiting)][: state.most]
-        waits = any(node.waits for node in taking_part.values())
-        if not there or len(names) < state.least or waits or not self.any_alive():
+        if any(node.waits for node in taking_part.values()):
             self.restart(state.reason)
         elif len(there) < len(taking_part) or any(node.leaves for node in taking_part.values()):
             self.set(due=self.now + _TOGETHER_SECONDS)  # one is still starting ranks, or about to be lost
+        elif not there or len(names) < state.least or not self.any_alive():
+            self.restart(state.reason)
         else:
             self.begin_attempt(names, goes_on=True)
 

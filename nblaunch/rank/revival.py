@@ -100,7 +100,9 @@ def take(
 
 def _candidates(known: LastKnown, sources: int) -> dict[str, str]:
     """Return what a rank had, with why it cannot have it from others; "" if it can."""
-    alike = "" if sources > 1 else _ALONE if known.joins else _UNKNOWN
+    if known.joins and sources == 1:
+        return dict.fromkeys((*known.alike, *known.others), _ALONE)
+    alike = "" if sources > 1 else _UNKNOWN
     return (
         dict.fromkeys(known.equal, "") | dict.fromkeys(known.alike, alike) | dict.fromkeys(known.others, _OWN)
     )

@@ -833,7 +833,7 @@ def test_ranks_of_a_node_that_comes_form_a_group_with_those_that_are_there():
     assert group.stage() is Stage.READY
     group.size = 3
     group.submit()
-    assert any("; new, without variables: rank 2" in each for each in group.notices())
+    assert any("; new: rank 2" in each for each in group.notices())
 
 
 def test_a_node_that_comes_during_a_job_waits_for_its_end():
