@@ -352,7 +352,7 @@ def test_a_rank_that_is_killed_is_started_again_alone_on_its_node_with_what_all_
     nproc, dead = placed
     nodes = start(nproc=nproc, grace=10)
     nodes.cell(VARIABLES)
-    eventually(lambda: sketched(nodes, "model", "big", "step", "alias"), "the variables are compared")
+    eventually(lambda: sketched(nodes, "model", "big"), "the variables are compared")
     before, programs = others(nodes, dead), nodes.programs()
     pid = nodes.session.status().ranks[dead].pid
     assert pid is not None
@@ -386,7 +386,6 @@ def test_a_job_ends_with_a_rank_that_dies_on_a_node_and_the_others_keep_their_va
 def test_ranks_of_several_nodes_die_one_after_the_other_and_all_at_once(start):
     nodes = start(nproc=2, grace=10)
     nodes.cell("import os\nkept = [1, 2]")
-    eventually(lambda: sketched(nodes, "kept"), "the variables are compared")
     before = others(nodes, 1, 2)
     for pid in set(others(nodes).values()) - set(before.values()):
         os.kill(pid, signal.SIGKILL)
@@ -633,7 +632,9 @@ def test_the_ranks_of_a_node_that_comes_get_what_all_others_have_alike(start):
     before, programs = others(nodes, 2, 3), nodes.programs()
     programs[3].kill()
     eventually(lambda: nodes.session._live.attempt == 1, "two ranks are left")
-    nodes.cell("later = [1, rank]; again = [2]\nmodel = DDP(model.module)")
+    nodes.cell(
+        "later, again, model = [1, rank], [2], DDP(model.module)\nmodel(torch.zeros(1, 300)).sum().backward()"
+    )
     eventually(lambda: nodes.session._live.world_size == 4, "another node is here", PATIENCE * 3)
     have = nodes.cell(HAVE.replace("names = [", "names = ['later', 'again', "))
     missing = set(have.values[0]) - set(have.values[2])
