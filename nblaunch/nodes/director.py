@@ -98,12 +98,17 @@ class DirectedNode(msgspec.Struct, frozen=True):
     """Whether the engine may have ended these with the node: none is started in their place."""
 
     @property
+    def alive(self) -> bool:
+        """Whether one of its ranks has not ended."""
+        return len(self.dead) < self.nproc
+
+    @property
     def order(self) -> tuple[float, int]:
         """The sort key for ranks: the engine's place, then the order of arrival."""
         return (self.place if self.place >= 0 else _NEVER, self.came)
 
 
-_COUNTED = ("waits", "started", "ended")
+_COUNTED = ("waits", "started", "ended", "alive")
 _PARTS = 64
 
 
@@ -379,7 +384,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
 
     def any_alive(self) -> bool:
         """Whether a rank of this attempt has not ended; the lifecycle then orders to regroup."""
-        return any(len(node.dead) < node.nproc for node in self.state.taking_part.values())
+        return self.state.nodes.count("alive", self.state.attempt) > 0
 
     # --- nodes come, and join a rendezvous -------------------------------------------------------
 

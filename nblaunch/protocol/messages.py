@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Raised with every change of a message: a node of another version is refused."""
 
 

@@ -641,7 +641,7 @@ def test_the_ranks_of_a_node_that_comes_get_what_all_others_have_alike(start):
     assert (missing, have.values[2]) == ({"later", "mine", "node"}, have.values[3])
     (told,) = [each for each in have.warnings if each.startswith("ranks 2-3 have joined: ")]
     assert told.startswith(
-        "ranks 2-3 have joined: again, alias, big, model, step from rank 0; later, mine, node did"
+        "ranks 2-3 have joined: again, alias, big, model, step, total from rank 0; later, mine, node did"
     )
     assert others(nodes, 2, 3) == before
     result = nodes.cell(GOES_ON)

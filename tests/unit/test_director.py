@@ -92,7 +92,7 @@ class Directed:
         known = before.nodes.keys() - ({event.node} if isinstance(event, NodeLost) else set())
         assert {each.node for each in orders} <= known, "no order to a node that is lost"
         nodes = self.state.nodes
-        for flag in ("waits", "started", "ended"):
+        for flag in ("waits", "started", "ended", "alive"):
             assert nodes.count(flag) == sum(getattr(each, flag) for each in nodes.values())
         if self.state.attempt >= 0:
             assert nodes.count("nodes", self.state.attempt) == len(self.state.taking_part)
