@@ -317,7 +317,7 @@ def others(nodes: Nodes, *dead: int) -> dict[int, int]:
         return all(each.state == "idle" and each.pid for each in nodes.session.status().ranks)
 
     eventually(ready, "all ranks are ready", PATIENCE * 3)
-    return {each.rank: each.pid for each in nodes.session.status().ranks if each.rank not in dead}
+    return {each.rank: each.pid or 0 for each in nodes.session.status().ranks if each.rank not in dead}
 
 
 def sketched(nodes: Nodes, *names: str) -> bool:

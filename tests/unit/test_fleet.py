@@ -834,7 +834,7 @@ def test_a_kept_rank_that_dies_is_replaced_on_its_node_and_has_a_log_of_its_own(
     nodes[0].send(wire.Wrote(group="g", attempt=0, rank=1, stream=messages.Stream.STDOUT), b"before")
     nodes[0].send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=1, exitcode=-9, time=0.0)))
     wait_until(lambda: events.of("gone"))
-    events.hub.run(events.peers.regroup)
+    events.peers.regroup()
     assert nodes[0].wait_for(wire.AdoptRanks).replaced == (1,)
     assert nodes[1].wait_for(wire.AdoptRanks).replaced == ()
     assert (events.kept, events.replaced) == ({0: 0, 2: 2, 3: 3}, {1: 1})
