@@ -7,6 +7,7 @@ import functools
 import itertools
 import keyword
 import os
+import pickle
 import platform
 import queue
 import re
@@ -14,7 +15,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ from nblaunch.insight.comparing import Round, compare, size_of
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.protocol import client as wire
-from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob, Revived
+from nblaunch.protocol.messages import CellJob, FunctionJob, LastKnown, Objects, PullJob, PushJob, Revived
 from nblaunch.protocol.reports import HangReport, format_ranks, session_busy, session_ended
 from nblaunch.protocol.state import View
 
@@ -361,35 +362,57 @@ class LiveSession:
         self._take_events()
         while self._reborn and self.held_by is None and not self._watches_only:
             reborn, self._reborn = self._reborn, {}
-            token, ranks = secrets.token_hex(8), range(self.world_size)
-            job = self._query("revive", ranks, ask_rank, "revival", "revive", token, reborn)
-            job.query, job.options, job.attempt = False, replace(self.options, timeout=None), self._attempt
-            job.line, job.others, job.private = self._line, self._take, self.detached
-            self._jobs += 1
+            attempt = self._attempt
             try:
-                with self._reading:
-                    outcome = run_job(job, silent(job.title, job.backend))
+                found, failed = self._revived(attempt, reborn)
             except StaleError:
                 self._take_events()
                 continue
-            if isinstance(outcome.error, KeyboardInterrupt):
+            except KeyboardInterrupt:
                 self._reborn = reborn
-                raise outcome.error
-            if self._attempt == job.attempt:
-                self._take_revived(reborn.keys(), outcome)
+                raise
+            if self._attempt != attempt:
+                continue
+            came = {rank: known for rank, known in reborn.items() if rank not in failed}
+            if found is not None and came:
+                self._knowledge.revived(came, found)
+                if text := _describe_revived(came, found):
+                    self.note(text)
+            for why in set(failed.values()):
+                self.note(f"{format_ranks(failed)} got no variables from the other ranks: {why}")
+            self.times_lost += bool(failed or (found is not None and found.lost))
+            self._runtime.ask(wire.RanksRevived(session=self._key, ranks=tuple(reborn), attempt=attempt))
 
-    def _take_revived(self, ranks: Collection[int], outcome: Outcome) -> None:
-        if outcome.error is None:
-            found: Revived = next(filter(None, outcome.result.values))
-            self._knowledge.revived(ranks, found)
-            self.times_lost += bool(found.lost)
-            self.note(_describe_revived(ranks, found))
-        else:
-            root = outcome.result.root_cause
-            why = str(outcome.error) if root is None else root.message
-            self.times_lost += 1
-            self.note(f"{format_ranks(ranks)} got no variables from the other ranks: {why}")
-        self._runtime.ask(wire.RanksRevived(session=self._key, ranks=tuple(ranks)))
+    def _revived(
+        self, attempt: int, reborn: Mapping[int, LastKnown]
+    ) -> tuple[Revived | None, Mapping[int, str]]:
+        """Return what these ranks have got from others, and why some of them have got nothing."""
+        token, ranks = secrets.token_hex(8), range(self.placement.nproc)
+        outcome = self._ask_revival(attempt, ranks, "revive", token, reborn)
+        if outcome.error is not None:
+            return None, dict.fromkeys(reborn, _why_failed(outcome))
+        found: Revived
+        found, far, parts = next(filter(None, outcome.result.values))
+        if far:
+            buffers, sources = list(map(pickle.PickleBuffer, parts)), len(ranks) - len(reborn)
+            outcome = self._ask_revival(attempt, far, "take", token, buffers, reborn, sources)
+            if outcome.error is not None:
+                return found, dict.fromkeys(far, _why_failed(outcome))
+            for lost, keys in outcome.result.values:
+                found = found.less(lost, keys)
+        return found, {}
+
+    def _ask_revival(self, attempt: int, ranks: Sequence[int], question: str, *args: object) -> Outcome:
+        """Ask ranks of this attempt. Raises `StaleError` if it is over."""
+        job = self._query("revive", ranks, ask_rank, "revival", question, *args)
+        job.query, job.options, job.attempt = False, replace(self.options, timeout=None), attempt
+        job.line, job.others, job.private = self._line, self._take, self.detached
+        self._jobs += 1
+        with self._reading:
+            outcome = run_job(job, silent(job.title, job.backend))
+        if isinstance(outcome.error, KeyboardInterrupt):
+            raise outcome.error
+        return outcome
 
     def note(self, text: str) -> None:
         """Say this with the next job whose result the user sees."""
@@ -884,13 +907,24 @@ def _opened(runtime: Runtime, request: wire.OpenRanks) -> tuple[ClientLine, wire
     return line, opened
 
 
-def _describe_revived(ranks: Collection[int], found: Revived) -> str:
-    """Return what ranks that were started again have, and what is gone."""
+def _why_failed(outcome: Outcome) -> str:
+    root = outcome.result.root_cause
+    return str(outcome.error) if root is None else root.message
+
+
+def _describe_revived(reborn: Mapping[int, LastKnown], found: Revived) -> str:
+    """Return what ranks have got that were started again, or are new, and what is gone."""
+    new = [rank for rank, known in reborn.items() if known.joins]
+    back = [rank for rank in reborn if rank not in new]
+    if not (back or found.shown or found.lost):
+        return ""  # nodes that come before the first cell
     reasons: dict[str, list[str]] = {}
     for name, why in sorted(found.lost.items()):
         reasons.setdefault(why, []).append(name)
     parts = [
         f"{', '.join(names)} had no copy and {'is' if len(names) == 1 else 'are'} gone ({why})"
+        if back
+        else f"{', '.join(names)} did not come ({why})"
         for why, names in reasons.items()
     ]
     notebooks = sorted(found.lost.keys() & (_notebook.namespace() or {}).keys())
@@ -909,8 +943,9 @@ def _describe_revived(ranks: Collection[int], found: Revived) -> str:
     if found.anew:
         parts.append(f"{', '.join(found.anew)}: anew")
     came = f"{', '.join(found.shown) or 'no variable'} from rank {found.source}"
-    is_back = f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} back: {came}"
-    return "; ".join((is_back, *parts))
+    who = [f"{format_ranks(back)} {'is' if len(back) == 1 else 'are'} back"] if back else []
+    who += [f"{format_ranks(new)} {'has' if len(new) == 1 else 'have'} joined"] if new else []
+    return "; ".join((f"{' and '.join(who)}: {came}", *parts))
 
 
 def _steps_of(name: str) -> list[str]:

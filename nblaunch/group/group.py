@@ -42,7 +42,7 @@ from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState
-from nblaunch.protocol.variables import last_known
+from nblaunch.protocol.variables import known_to_all, last_known, unlike
 
 _ANSWER_SECONDS = 1.0
 _MEASURE_SECONDS = 2.0  # a busy node reads the memory of all its ranks first
@@ -107,8 +107,12 @@ class WorkerGroup:
         self._gone: dict[int, tuple[Mapping[int, messages.Names], Collection[str]]] = {}
         """Ranks that have died, with what all had before the job that this cut off, and what that had brought
         to them; empty if it was none."""
+        self._unlike: dict[str, int] = {}
+        """Variables that ranks of lost nodes had otherwise, with the numbers that the others then had."""
         self.reborn: dict[int, messages.LastKnown] = {}
-        """Ranks that were started again, and have not got variables yet, with what they had."""
+        """Ranks that were started again, and have not got variables yet, with what they had; and new ones."""
+        self.numbered_in = 0
+        """The last attempt in which ranks got other numbers."""
         self.listener: GroupListener | None = None
         self.closed = threading.Event()
         self.events = EventLog()
@@ -116,7 +120,7 @@ class WorkerGroup:
         self.settings = settings
         self._hub = local.hub
         members = RunState.fresh(settings.nproc, time=time.time())
-        self.life = GroupState(persistent=keep, replaces=keep and not settings.nodes, members=members)
+        self.life = GroupState(persistent=keep, replaces=keep and settings.rdzv is None, members=members)
         self.logs = RankLogs(settings.log_dir if settings.private_logs else None)
         self._raw: tuple[messages.FromRank | None, bytes] = None, b""
         """The message that is being fed, and the bytes that its rank has sent."""
@@ -271,7 +275,7 @@ class WorkerGroup:
 
     # --- on the hub's thread: reports of hosts -------------------------------------------------
 
-    def attempt_starting(
+    def attempt_starting(  # noqa: PLR0913 - what an attempt is, and what it keeps
         self,
         number: int,
         world_size: int,
@@ -279,10 +283,12 @@ class WorkerGroup:
         *,
         backend: str = "",
         kept: Mapping[int, int] | None = None,
+        replaced: Mapping[int, int] | None = None,
     ) -> None:
         """Register an attempt, of which no rank has been forked.
 
-        `kept` maps the numbers of ranks that the attempt keeps to their former ones.
+        `kept` maps the numbers of ranks that the attempt keeps to their former ones, and `replaced` those of
+        others to the numbers of dead ranks whose places they take: without nodes, to the same.
         """
         self._hub.drain(_LAST_DRAIN_SECONDS)
         self.feed(Trigger.DRAINED)
@@ -291,10 +297,11 @@ class WorkerGroup:
             number=number, world_size=world_size, time=time.time(), reason=reason, backend=backend
         )
         if kept is not None:
-            self._go_on(started, kept)
+            new = {rank: rank for rank in range(world_size) if rank not in kept}
+            self._go_on(started, kept, new if replaced is None else replaced)
             return
         self.logs.close()
-        self.names, self.reborn, self._gone = {}, {}, {}
+        self.names, self.reborn, self._gone, self._unlike = {}, {}, {}, {}
         for host in self._hosts:
             host.begin_attempt()
         self.feed(lifecycle.AttemptStarting(started))
@@ -327,15 +334,24 @@ class WorkerGroup:
         objects = job.dispatch_to(rank).objects
         return () if objects is None else objects.names
 
-    def _keep_known(self, kept: Mapping[int, int]) -> None:
-        """Keep what is known of the variables of ranks that have died; they may get them from others."""
+    def _keep_known(self, kept: Mapping[int, int], replaced: Mapping[int, int], world_size: int) -> None:
+        """Keep what is known of the variables that new ranks may get from others."""
         whole = {rank: each for rank, each in self.names.items() if rank not in self.reborn}
-        for rank, (before, brought) in self._gone.items():
-            # One that had not got any yet is still to get what it had before.
-            if rank not in kept and rank not in self.reborn:
-                among = {each: known for each, known in before.items() if each in whole} or whole
-                self.reborn[rank] = last_known(rank, among, whole if before else None, brought)
-        self._gone = {}
+        reborn: dict[int, messages.LastKnown] = {}
+        for rank in range(world_size):
+            before = kept.get(rank, replaced.get(rank, -1))
+            if before in self.reborn:
+                # One that had not got any yet is still to get what it had before.
+                reborn[rank] = self.reborn[before]
+            elif rank in replaced:
+                cut, brought = self._gone.get(before, ({}, ()))
+                among = {each: known for each, known in cut.items() if each in whole} or whole
+                reborn[rank] = last_known(before, among, whole if cut else None, brought)
+            elif rank not in kept:
+                reborn[rank] = known_to_all(whole, self._unlike)
+        if lost := whole.keys() - {*kept.values(), *replaced.values()}:
+            self._unlike |= unlike(whole, lost)
+        self.reborn, self._gone = reborn, {}
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Release those of these ranks that have failed: none is still at work."""
@@ -436,9 +452,13 @@ class WorkerGroup:
         )
         self.feed(Trigger.HUB_LOST)
 
-    def _go_on(self, message: messages.AttemptStarted, kept: Mapping[int, int]) -> None:
+    def _go_on(
+        self, message: messages.AttemptStarted, kept: Mapping[int, int], replaced: Mapping[int, int]
+    ) -> None:
         if self.life.replaces:
-            self._keep_known(kept)
+            self._keep_known(kept, replaced, message.world_size)
+        if any(rank != before for rank, before in (*kept.items(), *replaced.items())):
+            self.numbered_in = message.number
         names = self.names
         self.names = {
             rank: msgspec.structs.replace(names[before], rank=rank)

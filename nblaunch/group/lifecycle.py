@@ -46,8 +46,8 @@ ends as an interrupted job does. A fresh group ends with it, without a restart.
 
 From any stage: an exit is folded once the rank's last messages have had 0.05 s to arrive. If a persistent
 rank dies, the others end the job, and regroup with another one in its place (`CHANGING` without their end).
-On nodes, and if none is left, torchelastic starts all anew, and the job ends with STARTING. At the latest, a
-job ends with the agent.
+If none is left, or nodes follow torch's rendezvous, torchelastic starts all anew, and the job ends with
+STARTING. At the latest, a job ends with the agent.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ class GroupState(msgspec.Struct, frozen=True):
     exited: RankSet = RankSet()
     lost: RankSet = RankSet()
     """Persistent ranks that are gone while others go on, which regroup once they have ended the job."""
+    away: RankSet = RankSet()
+    """Ranks whose node is lost: none is started in their place."""
     adopted: RankSet = RankSet()
     """Ranks that this attempt kept from the one before."""
     regroups: bool = False
@@ -655,6 +657,7 @@ class _Step(Machine[GroupState, Action]):
             remote=RankSet(rank for rank, before in (kept or {}).items() if before in remote),
             exited=RankSet(),
             lost=RankSet(),
+            away=RankSet(),
             adopted=adopted,
             regroups=False,
             regrouping=False,
@@ -867,7 +870,9 @@ class _Step(Machine[GroupState, Action]):
             gone=gone,
             called={} if job is None else job.called,
             succeeded=job is not None and job.succeeded,
-            renews=bool(state.adopted) and state.replaces and not state.all_ready,
+            renews=state.replaces
+            and 0 < len(state.adopted) < state.members.world_size
+            and not state.all_ready,
         )
         self.set(sends, recovery=recovery)
 
@@ -993,7 +998,8 @@ class _Step(Machine[GroupState, Action]):
         It may wait in C code for the one that has died, for as long as a store's or its own timeout.
         """
         state = self.state
-        if not (state.replaces and state.lost and state.interruption.begun) or state.replacing:
+        dead = state.lost - state.away
+        if not (state.replaces and dead and state.interruption.begun) or state.replacing:
             return
         waited, patience = state.interruption.interrupted, max(state.grace, 1.0)
         late = [
@@ -1018,11 +1024,12 @@ class _Step(Machine[GroupState, Action]):
             return
         job = state.working
         at_work = job is not None and job.dispatched and exited.rank in job.run.ranks
+        dies = not (exited.expected or state.changing or state.replacing or state.closed)
         if state.changing or state.preempted or (exited.rank in state.lost and not at_work):
             exited = replace(exited, expected=True)
         if state.persistent and not (state.all_ready or state.adopted or exited.expected):
             self.act(Order.STOP_AGENT)  # a rank that dies while it starts would do so again
-        elif state.replaces and not (exited.expected or state.replacing or state.closed):
+        elif state.replaces and dies and exited.rank not in state.away:
             exited = self.lose(exited, at_work=at_work)
             state = self.state
         # Slurm and others send SIGTERM to all processes of a node, in any order.
@@ -1051,13 +1058,13 @@ class _Step(Machine[GroupState, Action]):
             self.set(lost=RankSet(), regroups=False)
             return exited
         self.set(lost=lost, regroups=True)
-        if at_work:
+        if at_work and not exited.expected:
             self.note(STARTED_AGAIN.format(exited.rank))
         if state.recovery.busy:
             self.begin_recovery()
         # A job that waits for its ranks was never this one's.
         waits = state.working is not None and not at_work and not state.working.dispatched
-        return replace(exited, expected=waits)
+        return replace(exited, expected=exited.expected or waits)
 
     def fold_exits(self, now: float) -> None:
         """Fold exits of ranks whose last messages have had time to arrive, or make no difference."""
@@ -1099,6 +1106,7 @@ class _Step(Machine[GroupState, Action]):
         state, job = self.state, self.state.working
         how = "left" if event.asked else "was lost"
         starting = state.persistent and not (state.all_ready or state.adopted)
+        self.set(away=state.away | event.ranks)
         if not (event.enough or starting) or state.closed or state.replacing or state.changing:
             return  # the node's ranks have failed with it
         if state.launch_failure is not None:
@@ -1205,6 +1213,6 @@ def _describe_regroup(kept: Mapping[int, int], world_size: int) -> str:
         f"the group has {world_size} rank{'' if world_size == 1 else 's'} now",
         f"variables kept: {format_ranks(kept)}",
         f"{format_ranks(others)} formerly {format_ranks(others.values())}" if others else "",
-        f"new, without variables: {format_ranks(new)}" if new else "",
+        f"new: {format_ranks(new)}" if new else "",
     ]
     return "; ".join(filter(None, parts))

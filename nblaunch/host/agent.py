@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import connection
 from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
@@ -48,7 +48,7 @@ from nblaunch.host.hooks import (
     line_prefixes,
 )
 from nblaunch.host.settings import AgentEvents, AgentSettings, Worker
-from nblaunch.host.wire import CompleteRendezvous
+from nblaunch.host.wire import AdoptRanks, CompleteRendezvous
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_BARRIER_SECONDS = 5.0
@@ -116,6 +116,8 @@ class RankAgent(LocalElasticAgent):
         self._restart = threading.Event()
         self._rejoin = threading.Event()
         self._replace = threading.Event()
+        self._adopted: AdoptRanks | None = None
+        """The attempt in which ranks are to be replaced, where the runtime decides each."""
         self._ordered = threading.Event()
         """Set once a node that follows torch's rendezvous knows how its attempt goes on."""
         self._follows = self._directed is not None or (
@@ -148,8 +150,9 @@ class RankAgent(LocalElasticAgent):
         self._rejoin.set()
         self._waker.wake()
 
-    def replace_dead(self) -> None:
-        """Start others in place of the ranks that have ended; those that live go on."""
+    def replace_dead(self, order: AdoptRanks | None = None) -> None:
+        """Start others in place of the ranks that have ended, or of those in `order`; the others go on."""
+        self._adopted = order
         self._replace.set()
         self._waker.wake()
 
@@ -281,7 +284,8 @@ class RankAgent(LocalElasticAgent):
 
     def _fork_in_place_of(self, dead: Sequence[AssignedRank]) -> None:
         """Fork other ranks with the numbers of these, as another attempt in which the others go on."""
-        self._attempt += 1
+        order = self._adopted
+        self._attempt = self._attempt + 1 if order is None else order.number
         world_size = self._worker_group.workers[0].world_size
         kept = [each.global_rank for each in self._worker_group.workers if each not in dead]
         descriptors.make_room(len(dead), replaced=len(dead))
@@ -294,7 +298,9 @@ class RankAgent(LocalElasticAgent):
         try:
             with self._server.forking(abandon=self._stop):
                 for each in dead:
-                    self._fork_again(each.local_rank, arguments)
+                    rank = 0 if order is None else order.base_rank + each.local_rank
+                    environ = {} if order is None else order.of_rank(rank).environ
+                    self._fork_again(each.local_rank, arguments, environ)
         except forkserver.AbandonedError:
             self._raise_if_stopped()
             raise
@@ -304,10 +310,10 @@ class RankAgent(LocalElasticAgent):
                 filtered.follow(each.local_rank, getattr(self._started(), filtered.stream)[each.local_rank])
         self._events.attempt_started(self._attempt, world_size, self._workers_of(dead))
 
-    def _fork_again(self, local_rank: int, arguments: tuple[Any, ...]) -> None:
+    def _fork_again(self, local_rank: int, arguments: tuple[Any, ...], changed: Mapping[str, str]) -> None:
         """Have one more process take the place of one that has ended, in all that torch has of it."""
         context: Any = self._started()
-        environ = dict(context.envs[local_rank])
+        environ = {**context.envs[local_rank], **changed}
         logs = LogsOfOne(context.stdouts[local_rank], context.stderrs[local_rank], self._attempt)
         other: Any = start_processes(
             name=context.name,
@@ -404,13 +410,19 @@ class RankAgent(LocalElasticAgent):
         """Report ranks that have ended, and replace them once that is ordered; or end the others as well."""
         reported = len(self._known_dead)
         exitcodes = self._report_exits() if self.settings.replaces else {}
-        if not 0 < len(exitcodes) < len(self._processes()):
+        # On nodes the runtime knows whether any rank is left.
+        if not exitcodes or (self._directed is None and len(exitcodes) == len(self._processes())):
             return self._failed(worker_group)
         if len(self._known_dead) > reported:
             # Their children have their connections: peers would wait for these.
             self._server.sweep()
         if self._replace.is_set():
-            self._fork_in_place_of([worker_group.workers[each] for each in sorted(exitcodes)])
+            order, dead = self._adopted, sorted(exitcodes)
+            if order is not None:
+                # Others may have ended since, of which the runtime hears in the new attempt.
+                self._replace.clear()
+                dead = [rank - order.base_rank for rank in order.replaced]
+            self._fork_in_place_of([worker_group.workers[each] for each in dead])
         return RunResult(state=WorkerState.HEALTHY)
 
     def _stop_others(self) -> None:

@@ -560,6 +560,7 @@ class NodeHost:
             processes=processes,
             rdzv=rdzv,
             directed_at=self._address if rdzv is None else "",
+            replaces=rdzv is None and opened.keep,
         )
         try:
             return NodeRelay(

@@ -257,18 +257,17 @@ class RankHost(AgentThread, GroupHost):
         self.forget_orders()
 
     def go_on_as(self, order: AdoptRanks) -> Mapping[int, int]:
-        """Have the ranks go on in another attempt, unnoticed by their agent; return their new numbers."""
+        """Have the ranks go on in another attempt, unnoticed by their agent; return their new numbers.
+
+        Those that are to be replaced have none until then.
+        """
         shift = order.base_rank - min(self._workers)
+        self._workers = {
+            rank: each for rank, each in self._workers.items() if rank + shift not in order.replaced
+        }
         numbers = {rank + self._shift: rank + shift for rank in self._workers}
         for old, new in numbers.items():
-            other = messages.Adopt(
-                attempt=order.number,
-                rank=new,
-                world_size=order.world_size,
-                group_rank=order.node_rank,
-                group_world_size=order.node_count,
-            )
-            self._hub.send(self, old, other)
+            self._hub.send(self, old, order.of_rank(new))
         self.attempt, self._shift = order.number, shift
         # The `Hello` of one that has died since may have come after its exit.
         self.ranks = {
@@ -347,7 +346,6 @@ class RankHost(AgentThread, GroupHost):
                 return
             # On this thread, as in `begin`: another death may order it for the new attempt at once.
             self.forget_replacement()
-            self._workers = {rank: each for rank, each in self._workers.items() if rank in kept}
             self.go_on_as(
                 AdoptRanks(
                     group=self.group,
@@ -355,8 +353,9 @@ class RankHost(AgentThread, GroupHost):
                     number=number,
                     node_rank=0,
                     node_count=1,
-                    base_rank=min(kept),
+                    base_rank=min(self._workers),
                     world_size=world_size,
+                    replaced=tuple(self._workers.keys() - kept),
                 )
             )
 
@@ -366,10 +365,11 @@ class RankHost(AgentThread, GroupHost):
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         def started() -> None:
             self._workers |= {each.rank: each for each in workers}
-            forked = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
+            named = tuple(replace(each, rank=each.rank + self._shift) for each in workers)
+            forked = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in named}
             self.ranks = forked | self.ranks
             self._idle |= set(forked) if self._keep else set()
-            self._owner.attempt_started(number, world_size, workers)
+            self._owner.attempt_started(number, world_size, named)
 
         self._hub.run(started)
 

@@ -89,7 +89,6 @@ class NodeRelay:
             raise
 
     def _clear(self) -> None:
-        self._started = False
         self._early: list[tuple[messages.FromRank, bytes]] = []
         """Messages of ranks before the notebook knows their processes."""
         self._tickets: dict[int, messages.Payload] = {}
@@ -177,9 +176,16 @@ class NodeRelay:
         numbers = self._host.go_on_as(message)
         self._held, self._whole = {}, set()
         if self._saving is not None:
-            self._saving = {numbers[rank] for rank in self._saving}
+            self._saving = {numbers[rank] for rank in self._saving if rank in numbers}
+        for rank in self._logs.keys() - numbers:
+            for log in self._logs.pop(rank).values():
+                log.close()
+        for rank in self._tickets.keys() - numbers:
+            self._drop_ticket(self._tickets.pop(rank))
         self._logs = {numbers[rank]: logs for rank, logs in self._logs.items()}
         self._tickets = {numbers[rank]: ticket for rank, ticket in self._tickets.items()}
+        if message.replaced:
+            self._host.regroup(message)
 
     def _order(self, rank: int, message: messages.ToRank) -> None:
         """Deliver a message, unless it waits behind a job whose payload is still on its way."""
@@ -245,10 +251,8 @@ class NodeRelay:
         """Return a job as a rank of this machine gets it. Raises the error of incomplete data."""
         ticket, before = dispatch.payload, self._tickets.get(rank)
         self._tickets[rank] = ticket
-        if before is not None and before not in self._tickets.values():
-            # The rank has finished with the payload, and no other rank uses it.
-            self._incoming.drop(before)
-            self._claimed.pop(before.path, None)
+        if before is not None:
+            self._drop_ticket(before)
         if dispatch.code is not None:
             dispatch = msgspec.structs.replace(dispatch, code=self._code.point_view(dispatch.code, self.name))
         if ticket.inline is not None:
@@ -262,6 +266,12 @@ class NodeRelay:
         if isinstance(payload, Exception):
             raise payload
         return msgspec.structs.replace(dispatch, payload=payload)
+
+    def _drop_ticket(self, before: messages.Payload) -> None:
+        """Drop the payload of a rank that has finished with it, if no other rank uses it."""
+        if before not in self._tickets.values():
+            self._incoming.drop(before)
+            self._claimed.pop(before.path, None)
 
     def _is_whole(self, ticket: messages.Payload) -> None:
         self._whole.add(ticket)
@@ -302,7 +312,7 @@ class NodeRelay:
         """Send a rank's message on, after the output that came before it."""
         if isinstance(message, messages.Preempted):
             self._has_saved(message.rank)
-        if self._started:
+        if message.rank in self._logs:
             self._pass_on(message, data)
         else:
             self._early.append((message, data))
@@ -360,7 +370,7 @@ class NodeRelay:
         world_size: int,  # noqa: ARG002
         reason: str,  # noqa: ARG002
         *,
-        kept: Mapping[int, int] | None = None,  # noqa: ARG002 - a node's agent replaces no rank alone
+        kept: Mapping[int, int] | None = None,  # noqa: ARG002 - where ranks go on, the notebook decides it
     ) -> None:
         """End an attempt of torch's rendezvous; the next begins."""
         self._begin()
@@ -375,14 +385,13 @@ class NodeRelay:
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
         records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
         self._send(wire.Workers(group=self.name, attempt=number, workers=records))
-        self._logs = {
+        self._logs |= {
             each.rank: {
                 messages.Stream.STDOUT: LogFile(each.stdout),
                 messages.Stream.STDERR: LogFile(each.stderr),
             }
             for each in workers
         }
-        self._started = True
         early, self._early = self._early, []
         for message, data in early:
             self._pass_on(message, data)

@@ -111,7 +111,10 @@ class AgentSettings:
     """This node's address, if the runtime decides each rendezvous of the agent."""
     caller: Caller = field(default_factory=Caller)
     replaces: bool = field(default=False, kw_only=True)
-    """Whether a rank that has ended can be replaced alone: the others then wait for an order."""
+    """Whether a rank that has ended can be replaced alone: the others then wait for an order.
+
+    So it is for a session's ranks, unless its nodes follow torch's rendezvous.
+    """
 
     @property
     def nodes(self) -> bool:

@@ -17,7 +17,15 @@ import msgspec
 
 from nblaunch.host.settings import ProcessSettings, Worker
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, Exited, ProtocolError, Stream, Usage
+from nblaunch.protocol.messages import (
+    PROTOCOL_VERSION,
+    Adopt,
+    CodeManifest,
+    Exited,
+    ProtocolError,
+    Stream,
+    Usage,
+)
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -344,13 +352,27 @@ class CodeFiles(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class AdoptRanks(OfAttempt, frozen=True, tag=True, kw_only=True):
-    """The ranks of `attempt` go on in attempt `number` with new numbers, which begin at `base_rank`."""
+    """The ranks of `attempt` go on in attempt `number` with new numbers, which begin at `base_rank`.
+
+    Others are started in place of those that have ended, with the numbers `replaced`; answered by `Workers`.
+    """
 
     number: int
     node_rank: int
     node_count: int
     base_rank: int
     world_size: int
+    replaced: tuple[int, ...] = ()
+
+    def of_rank(self, rank: int) -> Adopt:
+        """Return what one of these ranks is from now on, by its new number."""
+        return Adopt(
+            attempt=self.number,
+            rank=rank,
+            world_size=self.world_size,
+            group_rank=self.node_rank,
+            group_world_size=self.node_count,
+        )
 
 
 _OfRanks = Workers | RankMessages | Wrote | Gone | RanksMeasured

@@ -6,11 +6,12 @@
                                                  ENDING: no node replaces one that was lost
     RENDEZVOUS   an attempt begins               RUNNING: all have started their ranks
                                                  RESTARTING: a node is lost
-    RUNNING      the ranks have started          RESTARTING: a persistent rank has ended that was not
-                                                 released, or
-                                                 its node is lost; an order to restart, or for another
-                                                 rendezvous RUNNING: an order to regroup; the next attempt has
-                                                 the ranks of this one, and those of new nodes
+    RUNNING      the ranks have started          RESTARTING: all persistent ranks have ended that were not
+                                                 released, or too few nodes are left; an order to restart, or
+                                                 for another rendezvous
+                                                 RUNNING: an order to regroup; the next attempt has the ranks
+                                                 of this one, others in place of those that have ended, and
+                                                 those of new nodes
                                                  LEAVING: an order to release the ranks
     RESTARTING   the ranks are being ended       WAITING: all agents wait for a rendezvous
                                                  ENDING: no restart is left
@@ -22,9 +23,10 @@ A lost node costs a restart, as a failed rank does, and the next attempt needs a
 nodes are left. In a fresh group the lifecycle decides what ends after a failure, and orders it. In a kept
 group it decides when the remaining ranks go on without the lost ones.
 
-So the ranks of a session keep their variables when nodes are lost, or come late: the next attempt has the
-same processes with new numbers. The lifecycle has them end their job, and orders `REGROUP_NODES`. Each old
-node then gets `AdoptRanks`, and each new one `CompleteRendezvous`. A relay sends its ranks `Adopt` and keeps
+So the ranks of a session keep their variables when nodes are lost, or come late, or ranks die: the next
+attempt has the same processes with new numbers. The lifecycle has them end their job, and orders
+`REGROUP_NODES`. Each old node then gets `AdoptRanks`, with which it replaces ranks that have ended, and each
+new one `CompleteRendezvous`. A relay sends its ranks `Adopt` and keeps
 their logs; a rank sends `Hello` with its new number, and all ranks form their process group as after a failed
 job (`Recover`). Agents do not notice; the client gets `RanksRenumbered`. Output and exits of ranks that were
 in flight count for the new attempt.
@@ -90,6 +92,15 @@ class DirectedNode(msgspec.Struct, frozen=True):
     """Whether it has started its ranks of that attempt."""
     ended: bool = False
     """Whether its ranks and its agent of this group have ended."""
+    dead: frozenset[int] = frozenset()
+    """The ranks of that attempt that have ended, by their places on it."""
+    leaves: bool = False
+    """Whether the engine may have ended these with the node: none is started in their place."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether one of its ranks has not ended."""
+        return len(self.dead) < self.nproc
 
     @property
     def order(self) -> tuple[float, int]:
@@ -97,7 +108,7 @@ class DirectedNode(msgspec.Struct, frozen=True):
         return (self.place if self.place >= 0 else _NEVER, self.came)
 
 
-_COUNTED = ("waits", "started", "ended")
+_COUNTED = ("waits", "started", "ended", "alive")
 _PARTS = 64
 
 
@@ -257,7 +268,8 @@ DirectorEvent: TypeAlias = _OfNodes | NodesExpected | Ordered | EngineEnded | Tr
 class BeginAttempt(msgspec.Struct, frozen=True):
     """Begin an attempt; the group learns of it before any node does. `nodes` are in the order of ranks.
 
-    `kept` maps the numbers of ranks that go on to those in the attempt before; all others are new.
+    `kept` maps the numbers of ranks that go on to those in the attempt before; all others are new. Those that
+    take the place of ranks that have ended are in `replaced`, with the numbers of these.
     """
 
     number: int
@@ -265,6 +277,7 @@ class BeginAttempt(msgspec.Struct, frozen=True):
     reason: str
     nodes: tuple[str, ...]
     kept: Mapping[int, int] | None = None
+    replaced: Mapping[int, int] = {}
 
 
 class AllStarted(msgspec.Struct, frozen=True):
@@ -353,8 +366,11 @@ class _Director(Machine[DirectorState, DirectorAction]):
                     self.started(name)
             case wire.Gone(exited=exited):
                 # In a fresh group the lifecycle releases all ranks.
-                if self.state.persistent and not exited.expected and node.attempt == self.state.attempt:
-                    self.restart_soon("failure")
+                if self.state.persistent and node.attempt == self.state.attempt:
+                    dead = node.dead | {exited.rank - node.base}
+                    self.set_node(name, dead=dead, leaves=node.leaves or exited.expected)
+                    if not exited.expected and not self.any_alive():
+                        self.restart_soon("failure")
             case wire.NodeEnded(error=error):
                 self.set_node(name, ended=True, waits=False, started=False)
                 self.has_ended(name, error)
@@ -365,6 +381,10 @@ class _Director(Machine[DirectorState, DirectorAction]):
 
     def order(self, node: str, message: wire.ToNode) -> None:
         self.act(NodeOrder(node, message))
+
+    def any_alive(self) -> bool:
+        """Whether a rank of this attempt has not ended; the lifecycle then orders to regroup."""
+        return self.state.nodes.count("alive", self.state.attempt) > 0
 
     # --- nodes come, and join a rendezvous -------------------------------------------------------
 
@@ -420,13 +440,22 @@ class _Director(Machine[DirectorState, DirectorAction]):
         """Begin an attempt of these nodes; with `goes_on`, they keep the ranks that they have."""
         state, number = self.state, self.state.attempt + 1
         nodes: dict[str, DirectedNode] = {}
-        kept: dict[int, int] = {}
+        kept, replaced = dict[int, int](), dict[int, int]()
         world_size = 0
         for name in names:
             node = state.nodes[name]
-            nodes[name] = replace(node, attempt=number, base=world_size, waits=False)
-            if node.started:
-                kept |= {world_size + place: node.base + place for place in range(node.nproc)}
+            goes_on_here = goes_on and node.started
+            nodes[name] = replace(
+                node,
+                attempt=number,
+                base=world_size,
+                waits=False,
+                started=goes_on_here and not node.dead,
+                dead=frozenset(),
+                leaves=False,
+            )
+            for place in range(node.nproc if goes_on_here else 0):
+                (replaced if place in node.dead else kept)[world_size + place] = node.base + place
             world_size += node.nproc
         self.set(
             nodes=state.nodes.changed(nodes),
@@ -437,18 +466,29 @@ class _Director(Machine[DirectorState, DirectorAction]):
             released=None,
             others=frozenset(),
         )
-        self.act(BeginAttempt(number, world_size, state.reason, tuple(names), kept if goes_on else None))
+        kept_if_any = kept if goes_on else None
+        self.act(BeginAttempt(number, world_size, state.reason, tuple(names), kept_if_any, replaced))
         for node_rank, (name, node) in enumerate(nodes.items()):
-            self.order(name, self.attempt_order(node, node_rank, len(nodes), world_size))
+            new = tuple(rank for rank in replaced if node.base <= rank < node.base + node.nproc)
+            goes_on_here = goes_on and state.nodes[name].started
+            self.order(
+                name,
+                self.attempt_order(node, node_rank, len(nodes), world_size, new if goes_on_here else None),
+            )
         if goes_on:
             self.report_if_all_started()
 
     def attempt_order(
-        self, node: DirectedNode, node_rank: int, node_count: int, world_size: int
+        self,
+        node: DirectedNode,
+        node_rank: int,
+        node_count: int,
+        world_size: int,
+        replaced: tuple[int, ...] | None,
     ) -> wire.CompleteRendezvous | wire.AdoptRanks:
-        """Return the order that begins an attempt on a node."""
+        """Return the order that begins an attempt on a node; `replaced` is None if it has no ranks."""
         state = self.state
-        if node.started:
+        if replaced is not None:
             return wire.AdoptRanks(
                 group=state.group,
                 attempt=state.attempt - 1,
@@ -457,6 +497,7 @@ class _Director(Machine[DirectorState, DirectorAction]):
                 node_count=node_count,
                 base_rank=node.base,
                 world_size=world_size,
+                replaced=replaced,
             )
         return wire.CompleteRendezvous(
             group=state.group,
@@ -477,16 +518,18 @@ class _Director(Machine[DirectorState, DirectorAction]):
         return True
 
     def regroup(self) -> None:
-        """Go on with the remaining ranks, and with those of waiting nodes."""
+        """Go on with the remaining ranks, with others in place of dead ones, and those of waiting nodes."""
         state = self.state
         taking_part = state.taking_part
         there = sorted((node.base, name) for name, node in taking_part.items() if node.started)
         waiting = sorted((node.order, name) for name, node in state.nodes.items() if node.waits)
         names = [*(name for _, name in there), *(name for _, name in waiting)][: state.most]
-        if not there or len(names) < state.least or any(node.waits for node in taking_part.values()):
+        if any(node.waits for node in taking_part.values()):
             self.restart(state.reason)
-        elif len(there) < len(taking_part):
-            self.set(due=self.now + _TOGETHER_SECONDS)  # a new node is still starting its ranks
+        elif len(there) < len(taking_part) or any(node.leaves for node in taking_part.values()):
+            self.set(due=self.now + _TOGETHER_SECONDS)  # one is still starting ranks, or about to be lost
+        elif not there or len(names) < state.least or not self.any_alive():
+            self.restart(state.reason)
         else:
             self.begin_attempt(names, goes_on=True)
 

@@ -1132,18 +1132,22 @@ class FleetGroup(NodeGroup):
 
     def _begin(self, attempt: director.BeginAttempt) -> None:
         """Have the group begin an attempt, with a backend that all of its nodes have."""
-        self._order = attempt.nodes
+        self._order, self._attempt_logs = attempt.nodes, self._logs / f"attempt_{attempt.number}"
         if self._fleet.signalled_node not in attempt.nodes:
             self._fleet.signalled = ""  # that node has gone; what ends from now on was not signalled
         if attempt.kept is None:
-            self._attempt_logs = self._logs / f"attempt_{attempt.number}"
             self.events.feed(PrepareChanged(*self._placement()))
         else:
             self._renumber(attempt.kept)
         # Only now is the backend known, unless ranks go on.
         backend = self.events.backend
         self.events.attempt_starting(
-            attempt.number, attempt.world_size, attempt.reason, backend=backend, kept=attempt.kept
+            attempt.number,
+            attempt.world_size,
+            attempt.reason,
+            backend=backend,
+            kept=attempt.kept,
+            replaced=attempt.replaced,
         )
         self._forget_timeout()
 

@@ -471,6 +471,7 @@ class RanksRevived(_ByKey[Done], frozen=True):
     """Ranks of a session that were started again have got the variables that others have for them."""
 
     ranks: tuple[int, ...]
+    attempt: int
 
 
 class Reply(_ByNumber[Done], frozen=True):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -506,6 +506,8 @@ class LastKnown(msgspec.Struct, frozen=True):
     """Variables of other ranks that it did not have."""
     changed: tuple[str, ...] = ()
     """Of its variables, those that other ranks have changed in the job in which it died."""
+    joins: bool = False
+    """Whether the rank is new, on a node that has come: these are the variables of the others."""
 
 
 class Revived(msgspec.Struct, frozen=True):
@@ -527,6 +529,15 @@ class Revived(msgspec.Struct, frozen=True):
     """Of `shown`, those that are the same on the other ranks, and had not been compared whole before."""
     gradients: bool = True
     """Whether gradients came along, which all ranks had alike."""
+
+    def less(self, lost: Mapping[str, str], keys: Collection[int]) -> Revived:
+        """Return what is left if one of these ranks has lost variables, and of the objects has only these."""
+        kept = {
+            field: tuple(name for name in getattr(self, field) if name not in lost)
+            for field in ("names", "shown", "changed", "assumed")
+        }
+        there = tuple(key for key in self.keys if key in keys)
+        return msgspec.structs.replace(self, lost={**self.lost, **lost}, keys=there, **kept)
 
 
 class Arrived(_OfRank, frozen=True):
@@ -1031,6 +1042,18 @@ class Adopt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     world_size: int
     group_rank: int
     group_world_size: int
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Return torchelastic's variables of the rank, as far as they change."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "GROUP_RANK": str(self.group_rank),
+            "GROUP_WORLD_SIZE": str(self.group_world_size),
+        }
 
 
 _Requests = ReportWhere | ReportReached | Interrupt | FreeCollective | Recover | Abort | Adopt | Preempt

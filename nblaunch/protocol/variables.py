@@ -46,7 +46,7 @@ def last_known(
 
     >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
     >>> last_known(1, names)
-    LastKnown(equal=('x',), alike=(), others=('y',), lacked=(), changed=())
+    LastKnown(equal=('x',), alike=(), others=('y',), lacked=(), changed=(), joins=False)
     """
     own = names.get(rank)
     if own is None or len(own.sketches) != len(own.names):
@@ -65,8 +65,37 @@ def last_known(
         )
     ]
     lacked = sorted(set().union(*of.values()).difference(own.names, brought))
-    kinds = {kind: tuple(each) for kind, each in found.items()}
-    return LastKnown(**kinds, lacked=tuple(lacked), changed=tuple(changed))
+    equal, alike, others = map(tuple, found.values())
+    return LastKnown(equal, alike, others, lacked=tuple(lacked), changed=tuple(changed))
+
+
+def known_to_all(names: Mapping[int, Names], unlike: Mapping[str, int]) -> LastKnown:
+    """Return what a new rank may get from the others: what they have alike, as far as was seen.
+
+    Not what lost ranks had otherwise (see `unlike`), unless it has changed since.
+
+    >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
+    >>> known_to_all(names, {})
+    LastKnown(equal=(), alike=('x',), others=('y',), lacked=(), changed=(), joins=True)
+    """
+    of = [_numbers(known) for known in names.values()]
+    alike, others = list[str](), list[str]()
+    for name in sorted(set[str]().union(*(each.names for each in names.values()))):
+        known = [each.get(name, (UNKNOWN, UNKNOWN)) for each in of]
+        differs = _kind(known) == "others" or unlike.get(name) == known[0][0]
+        (others if differs else alike).append(name)
+    return LastKnown(alike=tuple(alike), others=tuple(others), joins=True)
+
+
+def unlike(names: Mapping[int, Names], lost: Collection[int]) -> dict[str, int]:
+    """Return the variables that not all ranks had alike, with their numbers on one that is not lost."""
+    of = {rank: _numbers(known) for rank, known in names.items()}
+    left = next((known for rank, known in of.items() if rank not in lost), {})
+    return {
+        name: number
+        for name, (number, _) in left.items()
+        if _kind([each.get(name, (UNKNOWN, UNKNOWN)) for each in of.values()]) == "others"
+    }
 
 
 def _kind(known: list[tuple[int, int]]) -> str:

@@ -311,14 +311,7 @@ class Rank:
     def _adopt(self, other: messages.Adopt) -> None:
         """Be another rank, with all variables; the next `Recover` forms the process group."""
         self.rank = shell.publisher.rank = self.questions.rank = other.rank
-        os.environ.update(
-            RANK=str(other.rank),
-            WORLD_SIZE=str(other.world_size),
-            ROLE_RANK=str(other.rank),
-            ROLE_WORLD_SIZE=str(other.world_size),
-            GROUP_RANK=str(other.group_rank),
-            GROUP_WORLD_SIZE=str(other.group_world_size),
-        )
+        os.environ.update(other.environ)
         process_group.go_on_in(other.attempt)
         self._set_rank_names()
         self._enter(messages.Phase.PROCESS_GROUP)

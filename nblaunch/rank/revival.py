@@ -1,14 +1,17 @@
 """A rank's part in giving variables back to ranks that were started again. Imported when it is asked for.
 
 A variable comes from another rank where it was alike on all ranks, as far as is known (`sketches`), and has
-the same pickle on all that still have it. The pickles are those of a save, and travel in memory: all of these
-ranks are on one machine. Objects that the notebook has sent keep their keys, so what refers to them later
-leads to what has come. What had no copy is named.
+the same pickle on all that still have it. The pickles are those of a save, and travel in memory between ranks
+of one node. A rank without such a peer is far: the client passes on to it what it gets as the value of the
+first rank. A rank that is new, on a node that has come, gets what all others have alike. Objects that the
+notebook has sent keep their keys, so what refers to them later leads to what has come. What had no copy is
+named.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from nblaunch.capture import arrays, pickling, shared_memory
+from nblaunch.capture import arrays, pickling, shared_memory, tensors
 from nblaunch.protocol.messages import LastKnown, Payload, Revived
 from nblaunch.rank import in_place, isolate, namespace, saving, sharded
 
@@ -25,7 +28,9 @@ _OWN = "it was not the same on all ranks, as far as is known"
 _MOST_SECONDS = 600.0
 _NOBODY = "no other rank has it"
 _UNKNOWN = "one other rank has it, and whether theirs were the same is not known"
+_ALONE = "one rank alone has it, and whether it is to be the same on all is not known"
 _NEW = "nothing is known of it before the job that was cut off"
+_PIECE = 64 << 20
 _GROUP_GONE = "made for a process group that is gone"
 
 
@@ -42,32 +47,61 @@ def pickler(file: Any, *, buffers: list[Any]) -> Any:
     return saving.Pickler(file, protocol=5, buffer_callback=keep_inside, storages=storages, stream=stream)
 
 
-def revive(token: str, reborn: Mapping[int, LastKnown]) -> Revived | None:
+def revive(
+    token: str, reborn: Mapping[int, LastKnown]
+) -> tuple[Revived, Sequence[int], list[pickle.PickleBuffer]] | None:
     """Bring the variables of ranks that were started again. All ranks call it; one that has sent answers.
 
-    `reborn` maps them to what they had.
+    `reborn` maps them to what they had. The answer has the ranks that are far, and what is to be passed on to
+    them (`take`).
     """
     meeting = saving.Meeting(token, _MOST_SECONDS)
     sources = [rank for rank in meeting.ranks if rank not in reborn]
     if not sources:
         had = (_candidates(each, 0) for each in reborn.values())
-        return Revived(lost={name: _NOBODY for each in had for name in each})
+        return Revived(lost={name: _NOBODY for each in had for name in each}), (), []
     with meeting.together():
+        nodes = meeting.tell(os.environ.get("GROUP_RANK"))
+        # The first of each node.
+        near = {nodes[rank]: rank for rank in reversed(sources)}
         if meeting.rank in reborn:
-            payload = msgspec.json.decode(meeting.tell("")[sources[0]], type=Payload)
-            meeting.tell(_take(meeting, payload, _candidates(reborn[meeting.rank], len(sources))))
+            payloads, told = meeting.tell(""), None
+            if encoded := payloads[near.get(nodes[meeting.rank], meeting.rank)]:
+                payload = msgspec.json.decode(encoded, type=Payload)
+                parts = shared_memory.get(payload, private=True)
+                told = _take(meeting, parts, _candidates(reborn[meeting.rank], len(sources)))
+            meeting.tell(told)
             return None
         sent = _Sent(saving.Meeting(f"{token} sources", _MOST_SECONDS, ranks=sources), reborn)
-        first = meeting.rank == sources[0]
+        puts = any(near.get(nodes[rank]) == meeting.rank for rank in reborn) and sent.as_first
         with contextlib.ExitStack() as held:
-            payload = held.enter_context(sent.put()).payload if first else Payload(sizes=())
-            meeting.tell(msgspec.json.encode(payload).decode())
-            told = meeting.tell([{}, []])
-    return sent.report([told[rank] for rank in reborn]) if first else None
+            put = held.enter_context(sent.put()) if puts else None
+            meeting.tell("" if put is None else msgspec.json.encode(put.payload).decode())
+            told_by = {rank: each for rank, each in enumerate(meeting.tell(None)) if rank in reborn}
+    if meeting.rank != sources[0]:
+        return None
+    far = [rank for rank, told in told_by.items() if told is None]
+    found = sent.report()
+    for rank in told_by.keys() - far:
+        found = found.less(*told_by[rank])
+    return found, far, sent.parts() if far else []
+
+
+def take(
+    token: str, parts: Sequence[memoryview], reborn: Mapping[int, LastKnown], sources: int
+) -> tuple[dict[str, str], list[int]]:
+    """Take variables of so many ranks that the client has passed on.
+
+    Return those that are lost, with the reason, and the keys of objects.
+    """
+    meeting = saving.Meeting(token)
+    return _take(meeting, parts, _candidates(reborn[meeting.rank], sources))
 
 
 def _candidates(known: LastKnown, sources: int) -> dict[str, str]:
     """Return what a rank had, with why it cannot have it from others; "" if it can."""
+    if known.joins and sources == 1:
+        return dict.fromkeys((*known.alike, *known.others), _ALONE)
     alike = "" if sources > 1 else _UNKNOWN
     return (
         dict.fromkeys(known.equal, "") | dict.fromkeys(known.alike, alike) | dict.fromkeys(known.others, _OWN)
@@ -115,10 +149,15 @@ class _Sent:
         # Equal ones come first.
         end = min((each.first_key for each in made.own.values()), default=float("inf"))
         places = {key: (place, obj) for key, (place, obj) in made.stream.keys.items() if place < end}
+        keys, came = here.keys_of(places), here.came(self._names)
+        known = meeting.tell([sorted(keys.items()), came])
+        self.as_first = known[meeting.ranks.index(meeting.rank)] == known[0]
+        """Whether the notebook knows of it what it knows of the first."""
+        self._keys = tuple(keys.values())
         content = {
             "variables": [each.packed(name) for name, each in sent.items()],
-            "keys": here.keys_of(places),
-            "came": here.came(self._names),
+            "keys": keys,
+            "came": came,
             "classes": frozenset(pickling.received_classes.values()),
             "models": in_place.numbers_of_models(places.values()),
         }
@@ -130,34 +169,45 @@ class _Sent:
         """Hold it where the others can map it."""
         return shared_memory.put(self._packed, lambda: self._directory)
 
-    def report(self, told: Sequence[tuple[Mapping[str, str], Sequence[int]]]) -> Revived:
-        """Return what the ranks have that were started again, by what they have told."""
-        gone = {name: why for lost, _ in told for name, why in lost.items()}
-        names = [each for each in self._names if each not in gone]
-        shown = [each for each in names if each in self._shown]
+    def parts(self) -> list[pickle.PickleBuffer]:
+        """Return it as parts of a value."""
+        return [pickle.PickleBuffer(_in_memory(each)) for each in self._packed.parts]
+
+    def report(self) -> Revived:
+        """Return what ranks have that have lost nothing of it."""
+        shown = [each for each in self._names if each in self._shown]
         known = self._reborn.values()
         return Revived(
             source=self._rank,
-            names=tuple(names),
+            names=self._names,
             shown=tuple(shown),
-            lost=self._lost | gone,
-            keys=tuple(set.intersection(*(set(keys) for _, keys in told))),
+            lost=self._lost,
+            keys=self._keys,
             anew=self._anew,
             changed=tuple(each for each in shown if any(each in of.changed for of in known)),
-            assumed=tuple(each for each in shown if any(each in of.alike for of in known)),
+            assumed=tuple(each for each in shown if any(each in of.alike for of in known if not of.joins)),
             gradients=not self._bare,
         )
 
 
+def _in_memory(part: memoryview | tensors.Far) -> memoryview | bytearray:
+    if isinstance(part, memoryview):
+        return part
+    whole = bytearray()
+    for piece in part.pieces(_PIECE):
+        whole += piece
+    return whole
+
+
 def _take(
-    meeting: saving.Meeting, payload: Payload, own: Mapping[str, str]
+    meeting: saving.Meeting, parts: Sequence[memoryview], own: Mapping[str, str]
 ) -> tuple[dict[str, str], list[int]]:
     """Take variables that have come; return those that are lost, with the reason, and the keys of objects.
 
     `own` are those that this rank had, with why it cannot have them.
     """
     assert namespace.here is not None  # noqa: S101 - a session's rank
-    here, parts = namespace.here, shared_memory.get(payload, private=True)
+    here = namespace.here
     content = pickle.loads(parts[0])  # noqa: S301 - from a rank of this session
     loaded = saving.Unpickled(meeting, not_there=_GROUP_GONE)
     with loaded.loading():

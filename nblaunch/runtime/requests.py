@@ -354,7 +354,7 @@ class RequestHandler:
         return None
 
     def _ranks_revived(self, _: ClientConnection, request: wire.RanksRevived) -> _Served:
-        self._session(request.session).ranks_revived(request.ranks)
+        self._session(request.session).ranks_revived(request.ranks, request.attempt)
         return wire.Done()
 
     def _interrupt_session(self, connection: ClientConnection, request: wire.InterruptSession) -> _Served:

@@ -266,8 +266,10 @@ class RuntimeSession:
             )
         )
 
-    def ranks_revived(self, ranks: Collection[int]) -> None:
-        """Have no client give variables to these ranks once more."""
+    def ranks_revived(self, ranks: Collection[int], attempt: int) -> None:
+        """Have no client give variables to these ranks once more, by their numbers in `attempt`."""
+        if attempt < self.group.numbered_in:
+            return  # they have other numbers now
         lost = self.group.life.lost
         left = {rank: each for rank, each in self.group.reborn.items() if rank not in ranks or rank in lost}
         self.group.reborn = left

@@ -286,18 +286,129 @@ def test_a_rank_of_a_node_that_is_stopped_is_named_as_such(shared):
     handle.result(PATIENCE)
 
 
-def test_ranks_are_replaced_when_one_is_killed_and_the_nodes_stay(start):
+VARIABLES = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(300, 300))
+big = torch.arange(3_000_000)
+step, alias, mine, node = 3, big, rank * 10, int(os.environ["GROUP_RANK"])
+total = torch.ones(1)
+"""
+HAVE = """
+names = ["model", "big", "step", "alias", "mine", "node"]
+sorted(name for name in names if name in globals())
+"""
+GOES_ON = """
+total = torch.ones(1)
+dist.all_reduce(total)
+model.zero_grad()
+model(torch.full((2, 300), float(rank))).sum().backward()
+print(f"out of {rank}")
+total.item(), step, alias is big, int(big.sum()), rank == dist.get_rank(), model.module.weight.grad.tolist()
+"""
+DIES = "step = 4\nif rank == {}: os.kill(os.getpid(), 9)\n{}"
+
+
+def others(nodes: Nodes, *dead: int) -> dict[int, int]:
+    """Return the processes of the other ranks, once all are ready; asks no rank."""
+
+    def ready() -> bool:
+        return all(each.state == "idle" and each.pid for each in nodes.session.status().ranks)
+
+    eventually(ready, "all ranks are ready", PATIENCE * 3)
+    return {each.rank: each.pid or 0 for each in nodes.session.status().ranks if each.rank not in dead}
+
+
+def sketched(nodes: Nodes, *names: str) -> bool:
+    assert nodes.session._live.open
+    known = [
+        dict(zip(each.names, each.digests, strict=False)) for each in nodes.session._live._names.values()
+    ]
+    return all(each.get(name) for each in known for name in names)
+
+
+def check_reborn(nodes: Nodes, dead: int, before: dict[int, int], step: int) -> None:
+    """Check that this rank alone is another process, and has what all had alike, and nothing else."""
+    kept = next(iter(before))
+    have = nodes.cell(HAVE)
+    assert set(have.values[kept]) - set(have.values[dead]) == {"mine", "node"}
+    (told,) = [each for each in have.warnings if each.startswith(f"rank {dead} is back: ")]
+    assert "alias, big, model, step" in told
+    assert "mine, node had no copy and are gone (it was not the same on all ranks" in told
+    assert others(nodes, dead) == before
+    result = nodes.cell(GOES_ON)
+    assert [each.stdout for each in result.ranks] == [f"out of {rank}\n" for rank in range(len(before) + 1)]
+    assert result.values == [result.values[kept]] * (len(before) + 1)
+    size = len(before) + 1
+    assert result.values[0][:5] == (size, step, True, 3_000_000 * 2_999_999 // 2, True)
+    assert result.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "placed", [(2, 3), (1, 1), pytest.param((2, 0), marks=pytest.mark.slow)], ids=["peer", "alone", "first"]
+)
+def test_a_rank_that_is_killed_is_started_again_alone_on_its_node_with_what_all_had_alike(start, placed):
+    nproc, dead = placed
+    nodes = start(nproc=nproc, grace=10)
+    nodes.cell(VARIABLES)
+    eventually(lambda: sketched(nodes, "model", "big"), "the variables are compared")
+    before, programs = others(nodes, dead), nodes.programs()
+    pid = nodes.session.status().ranks[dead].pid
+    assert pid is not None
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: nodes.session._live.attempt == 1, "the rank has been started again")
+    check_reborn(nodes, dead, before, 3)
+    print(f"killed -> in use again {time.monotonic() - began:.2f} s")
+    assert nodes.programs() == programs
+
+
+@pytest.mark.parametrize(
+    "doing",
+    ["dist.all_reduce(total)", slow("import time; time.sleep(60)")],
+    ids=["in a collective", "in Python"],
+)
+def test_a_job_ends_with_a_rank_that_dies_on_a_node_and_the_others_keep_their_variables(start, doing):
+    nodes = start(nproc=2, grace=10)
+    nodes.cell(VARIABLES)
+    before = others(nodes, 3)
+    with pytest.raises(RunFailedError) as caught:
+        nodes.cell(DIES.format(3, doing))
+    root = caught.value.root_cause
+    assert root is not None
+    assert (root.rank, root.signal, root.node) == (3, "SIGKILL", HOSTS[1])
+    assert "rank 3 is started again; the other ranks keep their variables" in caught.value.result.warnings
+    check_reborn(nodes, 3, before, 4)
+
+
+@pytest.mark.slow
+def test_ranks_of_several_nodes_die_one_after_the_other_and_all_at_once(start):
+    nodes = start(nproc=2, grace=10)
+    nodes.cell("import os\nkept = [1, 2]")
+    before = others(nodes, 1, 2)
+    for pid in set(others(nodes).values()) - set(before.values()):
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: nodes.session._live.attempt > 0, "ranks have been started again")
+    assert list(nodes.cell("kept").values) == [[1, 2]] * 4
+    assert others(nodes, 1, 2) == before
+    # Under other numbers, and beside a node that is lost.
+    for pid in others(nodes).values():
+        os.kill(pid, signal.SIGKILL)
+    result = nodes.cell("'kept' in globals()", check=False)
+    assert set(result.values) == {False} or not result.ok
+    assert list(nodes.cell(SUM).values) == [10] * 4
+
+
+def test_all_ranks_are_started_anew_when_all_are_killed_and_the_nodes_stay(start):
     shared = start()
     pids, nodes = shared.pids(), shared.programs()
-    began = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     eventually(lambda: shared.session._live.attempt > 0, "other ranks are started")
     result = shared.cell(SUM)
-    seconds = time.monotonic() - began
-    print(f"next cell after a rank was killed: {seconds:.2f} s")
     assert list(result.values) == [3, 3]
     assert any("started anew" in warning for warning in result.warnings)
-    assert any("rank 1 was killed by SIGKILL" in warning for warning in result.warnings)
     pids = check_replaced(shared, pids, nodes)
     shared.cell("kept = 1")
     shared.session.restart()
@@ -508,8 +619,41 @@ def test_a_node_comes_in_place_of_one_while_the_others_go_on(start):
     eventually(lambda: nodes.session._live.world_size == 2, "another node is here", PATIENCE * 3)
     result = nodes.cell("globals().get('mine')")
     assert list(result.values) == [pids[1], None]
-    assert any("without variables: rank 1" in warning for warning in result.warnings)
+    assert any("; new: rank 1" in warning for warning in result.warnings)
+    alone = "rank 1 has joined: no variable from rank 0; mine did not come (one rank alone has it"
+    assert any(warning.startswith(alone) for warning in result.warnings)
     assert list(nodes.cell(SUM).values) == [3, 3]
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_node_that_comes_get_what_all_others_have_alike(start):
+    nodes = start(nnodes="1:2", nproc=2, max_restarts=1, grace=10)
+    nodes.cell(VARIABLES)
+    before, programs = others(nodes, 2, 3), nodes.programs()
+    programs[3].kill()
+    eventually(lambda: nodes.session._live.attempt == 1, "two ranks are left")
+    nodes.cell(
+        "later, again, model = [1, rank], [2], DDP(model.module)\nmodel(torch.zeros(1, 300)).sum().backward()"
+    )
+    eventually(lambda: nodes.session._live.world_size == 4, "another node is here", PATIENCE * 3)
+    have = nodes.cell(HAVE.replace("names = [", "names = ['later', 'again', "))
+    missing = set(have.values[0]) - set(have.values[2])
+    assert (missing, have.values[2]) == ({"later", "mine", "node"}, have.values[3])
+    (told,) = [each for each in have.warnings if each.startswith("ranks 2-3 have joined: ")]
+    assert told.startswith(
+        "ranks 2-3 have joined: again, alias, big, model, step, total from rank 0; later, mine, node did"
+    )
+    assert others(nodes, 2, 3) == before
+    result = nodes.cell(GOES_ON)
+    assert result.values == [result.values[0]] * 4
+    assert result.values[0][:2] == (4, 3)
+    # Both kinds at once, and numbers that change.
+    pid = others(nodes)[1]
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: nodes.session._live.attempt == 3, "the rank has been started again")
+    nodes.programs()[3].kill()
+    eventually(lambda: nodes.session._live.world_size == 2, "two ranks are left")
+    assert list(nodes.cell("step, 'mine' in globals()").values) == [(3, True), (3, False)]
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ class Directed:
         known = before.nodes.keys() - ({event.node} if isinstance(event, NodeLost) else set())
         assert {each.node for each in orders} <= known, "no order to a node that is lost"
         nodes = self.state.nodes
-        for flag in ("waits", "started", "ended"):
+        for flag in ("waits", "started", "ended", "alive"):
             assert nodes.count(flag) == sum(getattr(each, flag) for each in nodes.values())
         if self.state.attempt >= 0:
             assert nodes.count("nodes", self.state.attempt) == len(self.state.taking_part)
@@ -101,7 +101,7 @@ class Directed:
 
     def check_ranks(self, before: DirectorState, begun: BeginAttempt, begun_orders: list[NodeOrder]) -> None:
         """Check that ranks are numbered without a gap, and that those that go on are there."""
-        base, kept = 0, {}
+        base, kept, replaced = 0, dict[int, int](), dict[int, int]()
         for rank, each in enumerate(begun_orders):
             order, nproc = each.message, self.state.nodes[each.node].nproc
             assert isinstance(order, CompleteRendezvous | AdoptRanks)
@@ -111,12 +111,15 @@ class Directed:
                 assert node.started
                 assert order.attempt == before.attempt == node.attempt
                 assert order.number == begun.number
-                kept |= {base + place: node.base + place for place in range(nproc)}
+                for place in range(nproc):
+                    (replaced if place in node.dead else kept)[base + place] = node.base + place
+                assert order.replaced == tuple(rank for rank in replaced if rank >= base)
             else:
                 assert order.attempt == begun.number
             base += nproc
         assert base == begun.world_size
         assert kept == (begun.kept or {})
+        assert replaced == begun.replaced
 
     def after(self, seconds: float) -> list[DirectorAction]:
         self.now += seconds
@@ -271,10 +274,59 @@ def test_more_nodes_than_enough_are_awaited_for_a_moment():
 # --- kept ranks ------------------------------------------------------------------------------------
 
 
-def test_kept_ranks_are_replaced_without_a_limit_once_one_has_died():
+def dies(*ranks: tuple[str, int]) -> list[NodeReported]:
+    return [rank_gone(node, rank, expected=False) for node, rank in ranks]
+
+
+def test_a_kept_rank_that_has_died_is_replaced_on_its_node_once_the_group_says_so():
+    group = Directed(persistent=True).start("hA", "hB")
+    assert group.feed(*dies(("hB", 3))) == []
+    assert group.after(10) == []
+    group.feed(Ordered(0, Order.REGROUP_NODES))
+    actions = group.after(0.1)
+    assert actions[0] == BeginAttempt(1, 4, "membership", ("hA", "hB"), {0: 0, 1: 1, 2: 2}, {3: 3})
+    orders = {each.node: each.message for each in actions if isinstance(each, NodeOrder)}
+    assert [each.replaced for each in orders.values() if isinstance(each, AdoptRanks)] == [(), (3,)]
+    assert group.feed(workers_started("hB", 1)) == [AllStarted(1, 4)]
+
+
+def test_a_rank_that_dies_while_another_is_replaced_is_replaced_next():
+    group = Directed(persistent=True).start("hA", "hB")
+    group.feed(*dies(("hB", 3)), Ordered(0, Order.REGROUP_NODES))
+    group.after(0.1)
+    group.feed(*dies(("hA", 0)), Ordered(1, Order.REGROUP_NODES))
+    assert group.after(0.1) == [], "one is still starting"
+    group.feed(workers_started("hB", 1))
+    assert begun(group.after(0.1)) == [(2, 4, "membership")]
+    assert sent(group.done, Restart) == []
+
+
+def test_all_ranks_of_a_node_are_replaced_beside_a_node_that_comes_and_one_that_is_lost():
+    group = Directed(1, 3, persistent=True).start("hA", "hB")
+    group.come("hC")
+    group.feed(*dies(("hB", 2), ("hB", 3)), NodeLost("hA", KILLED), Ordered(0, Order.REGROUP_NODES))
+    assert group.state.stage is DirectorStage.RUNNING
+    assert begun(group.after(0.1)) == [], "no rank is left that goes on"
+    assert sent(group.done, Restart) == ["hB"]
+    group = Directed(1, 3, persistent=True).start("hA", "hB", "hC")
+    group.feed(*dies(("hB", 2), ("hB", 3)), NodeLost("hA", KILLED), Ordered(0, Order.REGROUP_NODES))
+    (first, *_) = group.after(0.1)
+    assert first == BeginAttempt(1, 4, "membership", ("hB", "hC"), {2: 4, 3: 5}, {0: 2, 1: 3})
+
+
+def test_no_rank_is_started_on_a_node_that_the_engine_is_about_to_end():
+    group = Directed(1, 2, persistent=True).start("hA", "hB")
+    group.feed(rank_gone("hB", 3, expected=True), Ordered(0, Order.REGROUP_NODES))
+    assert begun(group.after(1) + group.after(1)) == []
+    group.feed(NodeLost("hB", KILLED))
+    assert begun(group.after(1)) == [(1, 2, "membership")]
+
+
+def test_all_kept_ranks_are_started_anew_without_a_limit_once_all_have_died():
     group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
-    assert group.feed(rank_gone("hB", 3, expected=False)) == []
-    assert group.after(0.05) == []
+    assert group.feed(*dies(("hB", 3), ("hB", 2), ("hA", 0))) == []
+    assert group.after(1) == []
+    assert group.feed(*dies(("hA", 1))) == []
     assert sent(group.after(0.1), Restart) == ["hA", "hB"]
     assert group.feed(rank_gone("hA", 0, expected=True)) == []
     assert begun(group.meet("hB", "hA")) == [(1, 4, "failure")]
@@ -282,7 +334,7 @@ def test_kept_ranks_are_replaced_without_a_limit_once_one_has_died():
 
 def test_a_node_that_restarts_by_itself_is_not_ordered_to():
     group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
-    group.feed(rank_gone("hB", 3, expected=False))
+    group.feed(*dies(("hB", 2), ("hB", 3)))
     group.meet("hB")
     assert sent(group.after(0.2), Restart) == ["hA"]
     assert begun(group.meet("hA")) == [(1, 4, "failure")]
@@ -350,7 +402,7 @@ def test_with_enough_nodes_kept_ranks_go_on_without_a_lost_node_and_no_restart_i
     ]
     assert (group.state.stage, group.state.restarts_left) == (DirectorStage.RUNNING, 1)
     assert group.feed(awaits_rendezvous("hB", 0)) == [], "of the attempt before"
-    assert sent(group.feed(rank_gone("hB", 1, expected=False)) + group.after(0.2), Restart) == ["hB"]
+    assert sent(group.feed(*dies(("hB", 0), ("hB", 1))) + group.after(0.2), Restart) == ["hB"]
     assert begun(group.meet("hB")) == [(2, 2, "failure")]
 
 
@@ -384,7 +436,7 @@ def test_until_the_group_says_so_its_ranks_stay_as_they_are():
 
 def test_ranks_that_are_to_be_replaced_do_not_go_on():
     group = Directed(1, 2, persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
-    group.feed(NodeLost("hB", KILLED), Ordered(0, Order.REGROUP_NODES), rank_gone("hA", 0, expected=False))
+    group.feed(NodeLost("hB", KILLED), Ordered(0, Order.REGROUP_NODES), *dies(("hA", 0), ("hA", 1)))
     assert sent(group.after(0.2), Restart) == ["hA"]
     assert begun(group.meet("hA")) == [(1, 2, "failure")]
 
@@ -555,6 +607,8 @@ class Obedient:
                 answers.append(workers_started(node, attempt))
             case AdoptRanks(attempt=attempt, number=number) if attempt == self.attempts[node]:
                 self.attempts[node] = number
+                if order.replaced:
+                    answers.append(workers_started(node, number))
                 # What it has said of the attempt before, the fleet takes as said of this one.
                 self.answers[node] = deque(
                     awaits_rendezvous(node, number)
@@ -622,10 +676,13 @@ def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
                     nodes.feed(Ordered(state.attempt, Order.REGROUP_NODES))  # as the lifecycle does
                 nodes.feed(NodeLost(node, KILLED))
             elif state.nodes.get(node) is not None and state.nodes[node].started:
-                nodes.answers[node].append(awaits_rendezvous(node, nodes.attempts[node]))
-                nodes.feed(rank_gone(node, 0, expected=False))
-                if not state.persistent:  # as the lifecycle does
-                    nodes.feed(Ordered(state.attempt, ReleaseWorkers(succeeded=False, others=frozenset())))
+                base = state.nodes[node].base
+                if not state.persistent:
+                    nodes.answers[node].append(awaits_rendezvous(node, nodes.attempts[node]))
+                nodes.feed(rank_gone(node, base + data.draw(st.integers(0, 1)), expected=False))
+                # As the lifecycle does.
+                order = ReleaseWorkers(succeeded=False, others=frozenset())
+                nodes.feed(Ordered(state.attempt, Order.REGROUP_NODES if state.persistent else order))
     nodes.settle()
     state = group.state
     assert state.stage in (DirectorStage.WAITING, DirectorStage.RUNNING, DirectorStage.ENDED)

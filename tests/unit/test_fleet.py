@@ -120,7 +120,7 @@ class Events:
             case _:
                 raise AssertionError(event)
 
-    def attempt_starting(
+    def attempt_starting(  # noqa: PLR0913 - as called
         self,
         number: int,
         world_size: int,
@@ -128,12 +128,13 @@ class Events:
         *,
         backend: str = "",  # noqa: ARG002 - as called
         kept: Mapping[int, int] | None = None,
+        replaced: Mapping[int, int] | None = None,
     ) -> None:
         if kept is None:
             self.peers.begin_attempt()
         self.attempt = number
         self.told.append(("attempt", number, world_size, reason))
-        self.kept, self.ranks = kept, set(kept or ())
+        self.kept, self.replaced, self.ranks = kept, replaced, set(kept or ())
 
     def attempt_started(
         self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
@@ -827,10 +828,30 @@ def test_of_a_connection_that_ends_its_own_node_is_asked_and_no_other(fleets):
     assert [each for each in first.got if isinstance(each, wire.Ping)] == []
 
 
-def test_a_kept_rank_that_dies_has_all_replaced(fleets):
+def test_a_kept_rank_that_dies_is_replaced_on_its_node_and_has_a_log_of_its_own(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
+    nodes[0].send(wire.Wrote(group="g", attempt=0, rank=1, stream=messages.Stream.STDOUT), b"before")
     nodes[0].send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=1, exitcode=-9, time=0.0)))
+    wait_until(lambda: events.of("gone"))
+    events.peers.regroup()
+    assert nodes[0].wait_for(wire.AdoptRanks).replaced == (1,)
+    assert nodes[1].wait_for(wire.AdoptRanks).replaced == ()
+    assert (events.kept, events.replaced) == ({0: 0, 2: 2, 3: 3}, {1: 1})
+    assert len(events.of("started")) == 1
+    nodes[0].send(wire.Workers(group="g", attempt=1, workers=(Worker(1, 1, 5),)))
+    wait_until(lambda: len(events.of("started")) == 2)
+    nodes[0].send(wire.Wrote(group="g", attempt=1, rank=1, stream=messages.Stream.STDOUT), b"after")
+    log = events.peers.log_directory / "hA-1" / "stdout.log"
+    wait_until(lambda: log.exists() and log.read_bytes() == b"after")
+
+
+def test_kept_ranks_that_have_all_died_are_started_anew(fleets):
+    events = fleets.group(fleets.fleet(), keep=True)
+    nodes = fleets.run_two(events)
+    for rank in range(4):
+        exited = messages.Exited(rank=rank, exitcode=-9, time=0.0)
+        nodes[rank // 2].send(wire.Gone(group="g", attempt=0, exited=exited))
     assert nodes[1].wait_for(wire.Restart).attempt == 0
     for node in nodes:
         node.await_rendezvous(after=0)
@@ -889,6 +910,7 @@ def test_fresh_ranks_go_on_with_the_nodes_that_are_left(fleets):
 def test_kept_ranks_go_on_under_other_numbers_and_lose_nothing_that_they_have_printed(fleets):
     events = fleets.group(fleets.fleet(1, 2), keep=True)
     first, second = fleets.run_two(events)
+    logs = events.peers.log_directory
     second.send(wire.Wrote(group="g", attempt=0, rank=2, stream=messages.Stream.STDOUT), b"before, ")
     first.die()
     order = second.wait_for(wire.AdoptRanks)
@@ -904,12 +926,13 @@ def test_kept_ranks_go_on_under_other_numbers_and_lose_nothing_that_they_have_pr
     )
     wait_until(lambda: events.of("message"))
     assert [message.attempt for message, _ in events.of("message")] == [1]
-    assert (events.peers.log_directory / "hB-2" / "stdout.log").read_text() == "before, between, after"
+    assert (logs / "hB-2" / "stdout.log").read_text() == "before, between, after"
     events.peers.send(1, messages.Proceed())
     fleets.hub.run(events.peers.turn)
     assert second.wait_for(wire.ForRanks).ranks == (1,)
     second.send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=3, exitcode=1, time=0.0)))
     wait_until(lambda: events.of("gone")[-1][0] == 1)
+    second.send(wire.Gone(group="g", attempt=1, exited=messages.Exited(rank=0, exitcode=1, time=0.0)))
     assert second.wait_for(wire.Restart).attempt == 1
     second.await_rendezvous(after=0)
     assert second.start_ranks(attempt=2).base_rank == 0

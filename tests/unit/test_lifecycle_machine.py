@@ -833,7 +833,7 @@ def test_ranks_of_a_node_that_comes_form_a_group_with_those_that_are_there():
     assert group.stage() is Stage.READY
     group.size = 3
     group.submit()
-    assert any("; new, without variables: rank 2" in each for each in group.notices())
+    assert any("; new: rank 2" in each for each in group.notices())
 
 
 def test_a_node_that_comes_during_a_job_waits_for_its_end():
@@ -958,6 +958,59 @@ def test_without_a_rank_that_goes_on_torchelastic_starts_all_anew():
     assert not group.state.lost
     assert finished(group.feed(life.AttemptStarting(attempt(1))))
     assert group.notices()[-1] == GONE
+
+
+# --- a rank that dies on a node that lives ----------------------------------------------------------
+
+
+def test_ranks_that_are_lost_with_their_node_are_not_started_again():
+    group = Group(3, persistent=True, replaces=True).start()
+    loses(group, 2)
+    assert not [each for each in group.notices() if "started again" in each]
+    group.after(0.3)
+    group.feed(raised(0, "builtins.KeyboardInterrupt"))
+    assert Order.RESTART_AGENT not in group.after(GRACE + 5), "one that computes is waited for, as ever"
+    group.feed(raised(1, "builtins.KeyboardInterrupt"), where(0), where(1))
+    group.after(0.1)
+    assert Order.REGROUP_NODES in group.feed(*(wire.Recovered(rank=rank, number=1) for rank in (0, 1)))
+    goes_on(group, {0: 0, 1: 1}, 2)
+    recovers = messages(joins(group, 0, 1), wire.Recover)
+    assert [each.renews for each in recovers] == [False, False], "no rank is new"
+
+
+def test_a_node_is_lost_while_a_rank_of_another_one_is_started_again():
+    group = idle(3, replaces=True)
+    group.feed(exited(1))
+    is_replaced(group, 1)
+    group.feed(hello(0, attempt=1), hello(1, attempt=1))
+    assert loses(group, 2) == [Order.REGROUP_NODES]
+    goes_on(group, {0: 0, 1: 1}, 2, 2)
+    joins(group, 0, 1, number=2)
+    assert group.stage() is Stage.READY
+    assert Order.RESTART_AGENT not in group.done
+
+
+def test_without_enough_nodes_no_rank_of_the_lost_one_is_said_to_be_started_again():
+    group = Group(3, persistent=True, replaces=True).start()
+    group.feed(life.NodeLeaving("hB", asked=False, enough=False, ranks=frozenset({2})), exited(2))
+    group.after(0.1)
+    assert not group.state.lost
+    assert Order.REGROUP_NODES not in group.done
+    assert group.notices() == ()
+    assert finished(group.feed(life.AttemptStarting(attempt(1, 3))))
+    assert group.notices()[-1] == GONE
+
+
+def test_a_rank_that_dies_while_the_time_of_its_nodes_is_nearly_up_is_replaced_all_the_same():
+    group = Group(2, persistent=True, replaces=True).start()
+    group.feed(life.Preemption("its time is nearly up", 60.0))
+    group.feed(exited(1))
+    group.feed(raised(0, "builtins.KeyboardInterrupt"), wire.Preempted(rank=0))
+    group.after(0.2)
+    group.feed(where(0))
+    group.after(0.1)
+    actions = group.feed(wire.Recovered(rank=0, number=group.state.recovery.number))
+    assert actions == [Order.FINISH_JOB, Order.REGROUP_NODES]
 
 
 def test_ranks_that_are_not_ready_begin_again_without_those_that_are_lost():
