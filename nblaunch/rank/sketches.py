@@ -42,6 +42,8 @@ _SHARE, _LEAST_SECONDS = 0.1, 0.005
 class _Checksum:
     """The checksum of one value, of a bounded number of parts."""
 
+    __slots__ = ("_left", "_seen", "sum", "whole")
+
     def __init__(self) -> None:
         self.sum, self.whole, self._left = 0, True, _MOST_PARTS
         self._seen: set[int] = set()
@@ -51,12 +53,14 @@ class _Checksum:
         self._left -= 1
         if self._left < 0 or depth > _MOST_DEPTH:
             self.whole = False
-        elif kind in _PLAIN or (kind is int and value.bit_length() < _LONG) or isinstance(value, PurePath):
-            self._take(kind.__name__, repr(value).encode())
-        elif kind in {str, bytes}:
+        elif _is_plain(value):
+            self.sum = zlib.crc32(f"{kind.__name__} {value!r} ".encode(), self.sum)
+        elif kind is str or kind is bytes:
             self._text(kind.__name__, value)
-        elif kind in {list, tuple, dict, set, frozenset}:
+        elif kind in _CONTAINERS:
             self._container(value, depth)
+        elif kind in _TENSORS:
+            self._tensor(value, depth)
         elif kind is torch.device:
             # Each rank has its own GPU, which pickles do not tell apart.
             self._take("device", value.type.encode())
@@ -67,8 +71,8 @@ class _Checksum:
             self._take(kind.__name__, f"{value.__module__}.{value.__qualname__}".encode())
             by_value = not isinstance(value, types.BuiltinFunctionType) and is_by_value(value)
             self.whole = self.whole and not by_value
-        elif kind in _TENSORS:
-            self._tensor(value, depth)
+        elif isinstance(value, PurePath):
+            self._take(kind.__name__, str(value).encode())
         elif kind.__module__ == "numpy":
             self._of_numpy(value)
         else:
@@ -102,6 +106,10 @@ class _Checksum:
         if isinstance(value, dict):
             self._items(value, depth)
             return
+        if isinstance(value, list | tuple) and len(value) < self._left and all(map(_is_plain, value)):
+            self._left -= len(value)
+            self.sum = zlib.crc32(repr(value).encode(), self.sum)
+            return
         first = list(itertools.islice(value, _MOST_PARTS + 1))
         if isinstance(value, set | frozenset):
             # Their order is another one on each machine.
@@ -117,8 +125,10 @@ class _Checksum:
 
     def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
         self._note(tensor)
-        shape, device = tuple(tensor.shape), tensor.device.type
-        self._take("tensor", f"{tensor.dtype} {shape} {device} {tensor.requires_grad}".encode())
+        dtype, device, graph = tensor.dtype, tensor.device.type, tensor.requires_grad
+        # To format a type takes torch as long as all the rest.
+        name = _DTYPES.get(dtype) or _DTYPES.setdefault(dtype, str(dtype))
+        self._take("tensor", f"{name} {tuple(tensor.shape)} {device} {graph}".encode())
         gradient, *hooks = tensors.parts_of(tensor) or (None, None, None)
         self.whole = self.whole and not (
             hooks != [None, None] or tensor.grad_fn is not None or tensor.__dict__
@@ -130,10 +140,10 @@ class _Checksum:
             return
         step = max(tensor.numel() // _SMALL, 1)
         self.whole = self.whole and step == 1
-        sample = tensor.detach()
+        sample = tensor.detach() if graph else tensor
         if step > 1:
             sample = sample.view(-1)[::step][: 2 * _SMALL]
-        if tensor.dtype not in _NUMPYS:
+        if dtype not in _NUMPYS:
             sample = sample.contiguous().view(-1).view(torch.uint8)
         self._take("elements", sample.numpy().tobytes())
 
@@ -157,6 +167,22 @@ _NUMPYS = frozenset(
 )
 """Types that NumPy has, too, and need no copy."""
 _PLAIN = frozenset({bool, float, complex, type(None), torch.dtype, range, slice})
+_CONTAINERS = frozenset({list, tuple, dict, set, frozenset})
+_DTYPES: dict[torch.dtype, str] = {}
+_KEPT = frozenset({bool, float, type(None), types.ModuleType})
+"""Types of values that nothing can change, and that may be kept for a job longer."""
+
+
+def _is_plain(value: object) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (isinstance(value, int) and kind is int and value.bit_length() < _LONG)
+
+
+def _is_kept(value: object) -> bool:
+    kind = type(value)
+    return kind in _KEPT or (
+        (kind is int and _is_plain(value)) or (isinstance(value, str) and kind is str and len(value) < _LONG)
+    )
 
 
 def sketch(value: object) -> int:
@@ -209,17 +235,26 @@ class Sketches:
         self._digests: dict[str, int] = {}
         self._before: dict[str, tuple[int, int]] = {}
         """The address and the sketch of each after the last job."""
+        self._kept: dict[str, object] = {}
+        """Those that are the same value as long as they are the same object."""
         self._waiting: list[str] = []
         self._until = float("inf")
 
     def begin(self, variables: Mapping[str, Any], seconds: float) -> None:
         """Sketch all after a job, which took so many `seconds`."""
         names = sorted(variables)[:_MOST_NAMES]
-        of, before = {name: sketch(variables[name]) for name in names}, self._before
-        self._before = {name: (id(variables[name]), of[name]) for name in names}
+        of, before, kept = dict[str, int](), self._before, self._kept
+        self._before, self._kept = {}, {}
+        for name in names:
+            value = variables[name]
+            same = name in kept and kept[name] is value
+            of[name] = before[name][1] if same else sketch(value)
+            self._before[name] = id(value), of[name]
+            if same or _is_kept(value):
+                self._kept[name] = value
         # Of an object that may have been changed since, an old digest still tells where ranks have others.
-        same = [name for name in self._digests if before.get(name) == self._before.get(name, UNKNOWN)]
-        self._of, self._digests = of, {name: mark_outdated(self._digests[name]) for name in same}
+        still = [name for name in self._digests if before.get(name) == self._before.get(name, UNKNOWN)]
+        self._of, self._digests = of, {name: mark_outdated(self._digests[name]) for name in still}
         self._waiting = [name for name in reversed(names) if not is_whole(self._of[name])]
         share = _SHARE * seconds
         self._until = time.monotonic() + (share if share >= _LEAST_SECONDS else 0.0)
