@@ -276,3 +276,26 @@ def test_a_model_whose_shard_was_on_the_rank_is_named():
         found = session.cell("step, 'model' in globals()", namespace={})
         assert found.values == [(1, True), (1, True), (1, False)]
         assert any("model had no copy and is gone" in each for each in found.warnings)
+
+
+def test_a_rank_that_has_its_variables_again_keeps_them_when_another_one_dies():
+    with nblaunch.Session(nproc=3, display=False) as session:
+        session.cell("a, b = 1, 2", namespace={})
+        kill(session, 1)
+        assert session.cell("a, b", namespace={}).values == [(1, 2)] * 3
+        session.cell("if rank == 1: a = 5", namespace={})
+        kill(session, 2)
+        assert session.cell("globals().get('a'), b", namespace={}).values == [(1, 2), (5, 2), (None, 2)]
+
+
+def test_a_session_saves_by_itself_until_a_rank_has_lost_a_variable(tmp_path):
+    save = tmp_path / "save"
+    with nblaunch.Session(nproc=3, restore=save, save_every=0.001, display=False) as session:
+        session.cell("a = 1", namespace={})
+        eventually(save.exists, "it has saved")
+        kill(session, 1)
+        found = session.cell("mine = rank", namespace={})
+        assert not any("is not saved" in each for each in found.warnings)
+        kill(session, 2)
+        assert any("mine had no copy" in each for each in session.cell("a", namespace={}).warnings)
+        assert any("is not saved to" in each for each in session.cell("a", namespace={}).warnings)
