@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 import weakref
@@ -69,7 +70,6 @@ def start(
         nothing = f"{options.restore} is not there yet: nothing is loaded"
         session.note(_restore(session, found) if found else nothing)
         if options.save_every is not None:
-            _values(session.ask_all("save", "save_if_preempted", directory), "save before preemption")
             session.after_job = _RegularSaves(session, directory, options.save_every)
     except BaseException:
         session.close()
@@ -85,12 +85,24 @@ class _RegularSaves:
         self._directory, self._seconds = directory, seconds
         self._last, self._times_lost = time.monotonic(), session.times_lost
         self._told = ""
+        self._save_if_preempted(session)
+
+    def _save_if_preempted(self, session: LiveSession) -> None:
+        """Have ranks save before their nodes are taken back: those of another attempt do not know of it."""
+        found = session.ask_all("save", "save_if_preempted", self._directory)
+        _values(found, "save before preemption")
+        self._attempt = session.attempt
 
     def __call__(self) -> None:
         session = self._session()
-        if session is None or time.monotonic() < self._last + self._seconds:
+        if session is None:
             return
         why, replaced = "", session.times_lost != self._times_lost
+        if session.attempt != self._attempt and not replaced:
+            with contextlib.suppress(NblaunchError):  # the next cell has begun, or the ranks have died
+                self._save_if_preempted(session)
+        if time.monotonic() < self._last + self._seconds:
+            return
         try:
             if replaced:
                 why = "ranks were replaced, and have lost variables that are in it"

@@ -276,6 +276,20 @@ def test_a_session_that_saves_by_itself_does_so_between_two_cells_and_not_in_the
         assert cell(session, "a") == [2, 2]
 
 
+def test_a_session_with_a_rank_that_was_started_again_saves_before_its_nodes_are_taken_back(tmp_path):
+    save = tmp_path / "save"
+    with nblaunch.Session(**ON | {"nproc": 2}, restore=save, save_every=3600) as session:
+        pids = cell(session, "import os; a = 1; os.getpid()")
+        attempt = session._live.attempt
+        os.kill(pids[1], signal.SIGKILL)
+        eventually(lambda: session._live.attempt > attempt, "the rank has been started again")
+        assert cell(session, "a = 2; os.getpid()")[0] == pids[0]
+        node_of(pids[0]).send_signal(signal.SIGTERM)
+        eventually(lambda: not session._live.open, "the session has ended")
+    with nblaunch.Session(nproc=4, restore=save) as session:
+        assert cell(session, "a") == [2] * 4
+
+
 WRITES_SLOWLY = """
 import os, time
 from nblaunch.rank import preempt
