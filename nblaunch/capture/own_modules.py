@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import operator
 import os
 import re
 import site
@@ -81,6 +82,28 @@ class FilePrints:
             self._known[path] = seen, known
         read(known.digest, content)
         return known
+
+
+class ModuleFiles:
+    """Reads the files of the loaded modules: there are thousands, and each cell asks for them."""
+
+    def __init__(self) -> None:
+        self._modules: tuple[object, ...] = ()
+        self._names: tuple[str, ...] = ()
+        self._files: tuple[str, ...] = ()
+
+    def of(self, loaded: Mapping[str, object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of modules, and the file of each, "" for one without.
+
+        `loaded` is `sys.modules`, in whose order a module that is loaded again becomes the last.
+        """
+        there = dict(loaded)  # other threads import
+        names, modules = tuple(there), tuple(there.values())
+        if names != self._names or not all(map(operator.is_, modules, self._modules)):
+            self._names, self._modules, self._files = names, modules, tuple(map(file_of, modules))
+        elif modules and (last := file_of(modules[-1])) != self._files[-1]:
+            self._files = (*self._files[:-1], last)
+        return self._names, self._files
 
 
 def roots_of(path: Sequence[str], directory: str) -> tuple[Path, ...]:
@@ -182,15 +205,16 @@ def _imported_names(tree: ast.Module) -> Iterator[ImportedName]:
 
 def files_of(
     roots: Sequence[Path],
-    loaded: Mapping[str, ModuleType],
+    loaded: tuple[tuple[str, ...], tuple[str, ...]],
     imports: Iterable[ImportedName],
     imports_of: Callable[[str], Iterable[ImportedName]],
     begin: Iterable[str] = (),
 ) -> tuple[str, ...]:
     """Return, sorted, the files below the roots that a job may import.
 
-    The search begins with the `loaded` modules, the `imports` of the job's source and the files `begin`. It
-    adds the packages of all files found, and follows their imports, which `imports_of(path)` returns.
+    The search begins with the modules that are `loaded` (`ModuleFiles.of`), the `imports` of the job's source
+    and the files `begin`. It adds the packages of all files found, and follows their imports, which
+    `imports_of(path)` returns.
     """
     return _FileSearch(roots, loaded, imports_of).files(imports, begin)
 
@@ -199,7 +223,7 @@ class _FileSearch:
     def __init__(
         self,
         roots: Sequence[Path],
-        loaded: Mapping[str, ModuleType],
+        loaded: tuple[tuple[str, ...], tuple[str, ...]],
         imports_of: Callable[[str], Iterable[ImportedName]],
     ) -> None:
         self._roots = tuple(map(str, roots))
@@ -208,15 +232,7 @@ class _FileSearch:
         self._new: list[str] = []
         self._seen: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
         self._packages: set[str] = set()
-        there: dict[str, object] = dict(loaded)
-        # As `file_of`, without its calls: before each cell there are thousands.
-        files = tuple(
-            file
-            if isinstance(each, ModuleType) and isinstance(file := each.__dict__.get("__file__"), str)
-            else ""
-            for each in there.values()
-        )
-        self._loaded, self._elsewhere = _sort_modules(self._roots, tuple(there), files)
+        self._loaded, self._elsewhere = _sort_modules(self._roots, *loaded)
 
     def files(self, imports: Iterable[ImportedName], begin: Iterable[str]) -> tuple[str, ...]:
         for path in (*begin, *self._loaded):

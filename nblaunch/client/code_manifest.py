@@ -12,7 +12,15 @@ import msgspec
 
 from nblaunch._errors import CaptureError
 from nblaunch._help import FailureKind
-from nblaunch.capture.own_modules import MOST_BYTES, FilePrints, ImportedName, files_of, imports_in, roots_of
+from nblaunch.capture.own_modules import (
+    MOST_BYTES,
+    FilePrints,
+    ImportedName,
+    ModuleFiles,
+    files_of,
+    imports_in,
+    roots_of,
+)
 from nblaunch.protocol.messages import CodeFile, CodeManifest
 
 _TREE_BYTES = 16
@@ -23,7 +31,7 @@ class KnownFiles:
     """A cache of the files read so far: their digests, and what they import."""
 
     def __init__(self) -> None:
-        self._prints = FilePrints()
+        self._prints, self._modules = FilePrints(), ModuleFiles()
         self._imports: dict[bytes, frozenset[ImportedName]] = {}
         """By digest."""
         self._roots: tuple[tuple[tuple[str, ...], str], tuple[Path, ...]] | None = None
@@ -48,7 +56,7 @@ class KnownFiles:
         scripts = tuple(os.path.abspath(each) for each in scripts)  # noqa: PTH100 - links are not followed
         roots = (*dict.fromkeys(Path(each).parent for each in scripts), *self._roots_of(path, directory))
         imports = frozenset[ImportedName]().union(*map(imports_in, sources), *map(self._imports_of, compiled))
-        found = files_of(roots, loaded, imports, self._imports_of, scripts)
+        found = files_of(roots, self._modules.of(loaded), imports, self._imports_of, scripts)
         files = sorted(self._files(tuple(map(str, roots)), found), key=lambda each: (each.root, each.path))
         if not files:
             return None

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from nblaunch._inherited import is_standard_library
-from nblaunch.capture.own_modules import file_of
+from nblaunch.capture.own_modules import ModuleFiles, file_of, is_installed
 from nblaunch.protocol.messages import CodeTree
 
 _NAMED = 10
@@ -28,6 +28,10 @@ class OwnModules:
         self._loaded: dict[str, tuple[ModuleSpec | None, tuple[int, int]]] = {}
         """The modules that this process has loaded from there, each with the time and size of its file."""
         self._outdated: set[str] = set()
+        self._files = ModuleFiles()
+        self._seen: tuple[tuple[str, ...], ...] = ()
+        """All modules after the last job, their files, and where the own ones are."""
+        self._own: tuple[str, ...] = ()
 
     def take(self, code: CodeTree) -> None:
         if code.tree == self._tree:
@@ -70,9 +74,15 @@ class OwnModules:
         if not self._entries:
             return
         begins = tuple(f"{each}/" for each in self._entries)
-        for name, module in tuple(sys.modules.items()):
-            if name == "__main__" or not file_of(module).startswith(begins):
-                continue
+        seen = (*self._files.of(sys.modules), begins)
+        if seen != self._seen:
+            names, files, _ = seen
+            there = {name: file for name, file in zip(names, files, strict=True) if file.startswith(begins)}
+            # An environment may be below a directory of the notebook's.
+            own = (name for name, file in there.items() if name != "__main__" and not is_installed(file))
+            self._seen, self._own = seen, tuple(own)
+        for name in self._own:
+            module = sys.modules.get(name)
             spec, known = getattr(module, "__spec__", None), self._loaded.get(name)
             if (known is None or known[0] is not spec) and (found := _time_and_size(module)) is not None:
                 self._loaded[name] = spec, found

@@ -1,6 +1,6 @@
 """What ranks that stay cost: a cell, a call, data there and back, coming back, memory, and many of them.
 
-    python tests/benchmarks/bench_session.py [--parts cells,known,calls,data,attach,memory,many] [--repeats N]
+    python tests/benchmarks/bench_session.py [--parts cells,known,calls,data,save,attach,...] [--repeats N]
 
 Every figure is a ratio to something measured in the same run, beside it; but for a call's milliseconds
 and a rank's megabytes, which are what is promised.
@@ -161,6 +161,59 @@ def data(_: str, repeats: int) -> None:
     line("2 memory copies of 256 MB / pull from 2 ranks", 2 * copy / pull)
 
 
+WRITTEN = """
+import os, sys
+import numpy
+whole = memoryview(numpy.random.default_rng().bytes(1 << 20))
+print(flush=True)
+sys.stdin.readline()
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+for _ in range(1 << 10):
+    os.write(fd, whole)
+os.fsync(fd)
+"""
+OWN = "import torch; mine = torch.rand(1 << 28, generator=torch.Generator().manual_seed(rank))"
+
+
+def save(directory: str, _: int) -> None:
+    """Compare a save of 1 GB of each of 4 ranks with what 4 processes write, and cells beside it with others.
+
+    A cell reduces among all ranks, and waits for the slowest.
+    """
+    command = [sys.executable, "-c", WRITTEN]
+    writing = [
+        subprocess.Popen([*command, f"{directory}/{rank}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for rank in range(4)
+    ]
+    for each in writing:
+        assert each.stdout is not None
+        each.stdout.readline()
+    began = time.perf_counter()
+    for each in writing:
+        each.communicate(b"\n")
+    written = time.perf_counter() - began
+    for rank in range(4):
+        Path(f"{directory}/{rank}").unlink()
+    with nblaunch.Session(nproc=4, display=False) as session:
+        session.cell(OWN, namespace={})
+        idle = [median(lambda: session.run(reduce), 1) for _ in range(50)]
+        began = time.perf_counter()
+        session.save(f"{directory}/save")
+        waited = time.perf_counter() - began
+        began = time.perf_counter()
+        going = session.save(f"{directory}/save", background=True)
+        begun = time.perf_counter() - began
+        beside = []
+        while not going.whole:
+            beside.append(median(lambda: session.run(reduce), 1))
+        whole = time.perf_counter() - began
+    line("4 x 1 GB written by 4 processes / saved", written / waited)
+    line("4 x 1 GB written by 4 processes / saved beside cells", written / whole)
+    line("until cells go on / saved beside cells", begun / whole)
+    line("a cell beside the save / a cell", statistics.median(beside) / statistics.median(idle))
+    line("the slowest beside the save / a cell", max(beside) / statistics.median(idle))
+
+
 START = "session = nblaunch.Session(nproc=2, name='bench', detach=True, linger='1m')"
 ATTACH = "session = nblaunch.Session.attach('bench')"
 END = "print(time.perf_counter() - began)"
@@ -248,6 +301,7 @@ PARTS = {
     "known": known,
     "calls": calls,
     "data": data,
+    "save": save,
     "attach": attach,
     "memory": memory,
     "many": many,

@@ -113,6 +113,14 @@ def test_ranks_that_stay_cost_what_is_promised():
 
 
 @pytest.mark.slow
+def test_a_save_writes_about_as_fast_as_the_disk_also_beside_cells():
+    figures = session_figures("--parts", "save")
+    assert figures["4 x 1 GB written by 4 processes / saved"] >= 0.7
+    assert figures["4 x 1 GB written by 4 processes / saved beside cells"] >= 0.7
+    assert figures["a cell beside the save / a cell"] <= 5
+
+
+@pytest.mark.slow
 def test_a_cell_pays_little_for_what_has_not_changed():
     figures = session_figures("--parts", "known")
     assert figures["pickling them / what that cell costs"] >= 10

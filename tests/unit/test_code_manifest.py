@@ -146,6 +146,30 @@ def test_a_file_below_two_roots_is_found_from_either(project):
     assert len({each.digest for each in found.files}) == 1
 
 
+def test_a_module_that_is_loaded_again_from_another_place_is_taken_from_there(project, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "first"))
+    write(tmp_path / "first", {"twice.py": "", "after.py": ""})
+    twice, _ = importlib.import_module("twice"), importlib.import_module("after")
+    known = KnownFiles()
+
+    def own() -> list[str]:
+        return paths(known.manifest([str(project)], str(project), sys.modules, ["import twice"]))
+
+    try:
+        assert "twice.py" not in own()
+        write(project, {"twice.py": ""})
+        assert "twice.py" not in own()
+        monkeypatch.syspath_prepend(str(project))
+        importlib.reload(twice)
+        assert "twice.py" in own()
+        # Again: now it is the last module that was loaded.
+        sys.path.remove(str(project))
+        importlib.reload(twice)
+        assert "twice.py" not in own()
+    finally:
+        del sys.modules["twice"], sys.modules["after"]
+
+
 def test_roots_are_neither_pythons_nor_those_of_packages(project, monkeypatch, tmp_path):
     site, inside, outside = tmp_path / "env/site-packages", project / "src", tmp_path / "elsewhere"
     for each in (site / "deeper", inside, outside, project / ".git"):
