@@ -545,8 +545,16 @@ def _pack(
             whole.append(error.root)
 
 
-def pack_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
-    """Pickle with the pickler that `make` returns. Raises `arrays.OverlapError`."""
+def pack_once(
+    value: object,
+    make: Callable[..., _ValuePickler],
+    storages: arrays.WholeMemories,
+    apart: Collection[tuple[int, int] | None] = (),
+) -> Packed:
+    """Pickle with the pickler that `make` returns. Raises `arrays.OverlapError`.
+
+    Memory in the ranges `apart` (`memory_range`) is a buffer of its own, however small.
+    """
     buffers: list[memoryview | tensors.Deferred] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -557,7 +565,7 @@ def pack_once(value: object, make: Callable[..., _ValuePickler], storages: array
             raw = buffer.raw()
         except BufferError:  # not contiguous: pickle copies it into the stream
             return True
-        if raw.nbytes < OUT_OF_BAND:
+        if raw.nbytes < OUT_OF_BAND and not (apart and memory_range(raw) in apart):
             return True
         buffers.append(raw)
         return False

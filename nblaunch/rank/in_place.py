@@ -117,14 +117,14 @@ def all_can(told: Sequence[OwnGroups]) -> bool:
 
 
 def accept_groups() -> None:
+    # The constructor calls it, and so does a copy that is unpickled.
+    setattr(DistributedDataParallel, _BEGIN_DDP, _note_ddp)
     if not torch_can():
         return
     distributed_c10d._new_process_group_helper = _new_process_group  # noqa: SLF001 - as above
     distributed_c10d._get_split_source = _get_split_source  # type: ignore[assignment]  # noqa: SLF001
     # Both of these have imported it by name.
     distributed_c10d.split_group = dist.split_group = device_mesh.split_group = _split_group
-    # The constructor calls it, and so does a copy that is unpickled.
-    setattr(DistributedDataParallel, _BEGIN_DDP, _note_ddp)
 
 
 @functools.wraps(_make)
@@ -205,6 +205,16 @@ def number_models(numbers: tuple[Mapping[int, int], int], objects: Mapping[int, 
     of_keys, _made = numbers
     for key in of_keys.keys() & objects.keys():
         _ddp_models[objects[key]] = of_keys[key]
+
+
+def broadcast_buffers() -> Iterator[torch.Tensor]:
+    """Yield the buffers that DDP takes from rank 0 before each forward pass, as those of BatchNorm.
+
+    Until then each rank has its own.
+    """
+    for model in list(_ddp_models):
+        if model.broadcast_buffers and model.process_group is dist.group.WORLD:
+            yield from model.modules_buffers
 
 
 def backends_of(group: Any) -> list[Any]:

@@ -222,15 +222,17 @@ class Rank:
 
     def _next_order(self) -> object:
         """Wait for the next order; until it comes, sketch variables."""
-        seconds = 0.0 if self.sketches.hurries else _IDLE_SECONDS
+        idle, told = False, time.monotonic()
         while self.sketches.waits:
-            busy = process_group.is_busy(self.device)
-            try:
-                return self.link.inbox.get(timeout=_IDLE_SECONDS if busy else seconds)
-            except queue.Empty:
-                seconds = 0.0 if self.sketches.hurries or seconds else _IDLE_SECONDS
-            if not busy and self.sketches.go_on(self.variables.to_save()):
+            at_once = (idle or self.sketches.hurries) and not process_group.is_busy(self.device)
+            with contextlib.suppress(queue.Empty):
+                return self.link.inbox.get(timeout=0.0 if at_once else _IDLE_SECONDS)
+            idle = idle or not at_once
+            if not at_once:
+                continue  # whether the device is busy now is not known
+            if self.sketches.go_on(self.variables.to_save()) or time.monotonic() >= told + _IDLE_SECONDS:
                 self._send_names((), urgent=True)
+                told = time.monotonic()
         return self.link.inbox.get()
 
     def _guarded(self, step: Callable[[], None]) -> None:

@@ -35,13 +35,17 @@ _GROUP_GONE = "made for a process group that is gone"
 
 
 def pickler(file: Any, *, buffers: list[Any]) -> Any:
-    """Return what pickles one variable as a save does; large buffers are appended to `buffers`."""
+    """Return what pickles one variable as a save does; buffers are appended to `buffers`, but for DDP's."""
     stream = saving.SaveStream(sharded.GroupObjects(*saving.numbers(), saving.own_device()))
     storages = arrays.WholeMemories()
+    # With these of another rank a model goes on as DDP has it.
+    broadcast = saving.ranges_of(in_place.broadcast_buffers())
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
         deferred = storages.deferred(buffer)
-        buffers.append(buffer.raw() if deferred is None else deferred())
+        data = buffer.raw() if deferred is None else deferred()
+        if pickling.memory_range(data) not in broadcast:
+            buffers.append(data)
         return False
 
     return saving.Pickler(file, protocol=5, buffer_callback=keep_inside, storages=storages, stream=stream)
@@ -122,11 +126,11 @@ class _Sent:
         imported = set.intersection(*(set(each) for each, _ in there))
         wanted = {name for each in had for name, why in each.items() if not why} | imported
         self._rank, self._reborn = meeting.rank, reborn
-        made = saving.Save(meeting, here, wanted)
+        made = saving.Save(meeting, here, wanted, ddp_buffers=False)
         self._bare = False
         if not wanted <= made.equal.keys():
             # Of a step that was cut off, each rank has gradients of its own.
-            bare = saving.Save(meeting, here, wanted, gradients=False)
+            bare = saving.Save(meeting, here, wanted, gradients=False, ddp_buffers=False)
             self._bare = len(bare.equal) > len(made.equal)
             made = bare if self._bare else made
         self._lost = {name: why for each in had for name, why in each.items() if why and name not in imported}

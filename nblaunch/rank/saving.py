@@ -12,6 +12,9 @@ cells bring: an object of several variables stays one, and an optimizer has the 
 ones come first, and their keys are the same on all ranks. What cannot be saved on one rank is left out on
 all, by name; so is what cannot be loaded, with what has objects of it.
 
+Ranks of a DDP model differ in the buffers that it takes from rank 0 before each forward pass: it is each
+rank's own, and another number of ranks has that of rank 0.
+
 A save that goes on beside cells writes copies on a thread. Ranks compare over the agent's store, which needs
 no process group, in JSON: others could write there.
 """
@@ -48,7 +51,7 @@ from nblaunch.capture.identity import has_identity
 from nblaunch.capture.parts import LEAVES, is_by_value, type_name
 from nblaunch.capture.unpicklable import find_culprit, reason_of
 from nblaunch.probes import surroundings
-from nblaunch.rank import environment, namespace, preempt, process_group, sharded, shell
+from nblaunch.rank import environment, in_place, namespace, preempt, process_group, sharded, shell
 
 _PIECE = 64 << 20
 _SAMPLE = 1 << 16
@@ -223,7 +226,7 @@ class _VariablePickle:
 class SaveStream:
     """Variables, one after the other, with the keys of their objects."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what one stream shares with others, and what it takes of tensors
         self,
         met: sharded.GroupObjects,
         classes: _ClassNames | None = None,
@@ -231,8 +234,9 @@ class SaveStream:
         first: Sequence[Any] = (),
         *,
         gradients: bool = True,
+        apart: Collection[tuple[int, int]] = (),
     ) -> None:
-        self.gradients = gradients
+        self.gradients, self._apart = gradients, apart
         self.met, self.classes = met, classes or _ClassNames()
         self.lines = {} if lines is None else lines
         """Of the process groups; names of classes; the lines of functions, by file."""
@@ -252,7 +256,7 @@ class SaveStream:
         shards = len(self.met.shards)
         there = (lambda: self._memories) if self._memories else tuple
         storages = arrays.WholeMemories(self._key_of, there, self._first)
-        packed = pickling.pack_once(value, functools.partial(Pickler, stream=self), storages)
+        packed = pickling.pack_once(value, functools.partial(Pickler, stream=self), storages, self._apart)
         lengths = [each.nbytes for each in packed.buffers]
         self.found[name] = _VariablePickle(
             bytes(packed.stream),
@@ -358,6 +362,8 @@ class _Examined:
     meshes: list[list[int]] = field(default_factory=list)
     first: str = ""
     """A digest of the pickle, and of samples of its buffers."""
+    bare: str = ""
+    """The same without the buffers of DDP models."""
     buffers: Sequence[Data] = ()
     detached: bool = False
 
@@ -372,9 +378,16 @@ class Save:
         only: Collection[str] | None = None,
         *,
         gradients: bool = True,
+        ddp_buffers: bool = True,
     ) -> None:
-        """Find and pickle all; with `only`, of these what is equal, perhaps without `gradients`."""
-        self._meeting, self._gradients = meeting, gradients
+        """Find and pickle all; with `only`, of these what is equal, perhaps without `gradients`.
+
+        Without `ddp_buffers` models are equal that differ in these alone.
+        """
+        self._meeting, self._gradients, self._ddp_buffers = meeting, gradients, ddp_buffers
+        self._broadcast = ranges_of(in_place.broadcast_buffers())
+        self.of_first: set[str] = set()
+        """The variables of each rank's own of which another number of ranks may have that of rank 0."""
         self._classes = _ClassNames()
         self._hashes: dict[tuple[int, int], bytes] = {}
         self._lines: dict[str, set[int]] = {}
@@ -398,7 +411,9 @@ class Save:
 
     def _new_stream(self, first: Sequence[Any] = ()) -> SaveStream:
         met = sharded.GroupObjects(self._meeting.rank, self._meeting.world_size, own_device())
-        return SaveStream(met, self._classes, self._lines, first, gradients=self._gradients)
+        return SaveStream(
+            met, self._classes, self._lines, first, gradients=self._gradients, apart=self._broadcast
+        )
 
     def _examine(self, name: str) -> _Examined:
         value = self.values[name]
@@ -412,9 +427,15 @@ class Save:
         examined.partial, examined.shards = met.partial, len(met.shards)
         examined.meshes = [list(key[2]) for key in met.made if key[0] == "mesh"]
         examined.buffers, examined.detached = pickled.buffers, pickled.detached
-        samples = [self._hash(each, sample=True).hex() for each in pickled.buffers]
-        examined.first = hashlib.sha256(f"{pickled.digest}{samples}".encode()).hexdigest()
+        samples = [(self._is_broadcast(each), self._hash(each, sample=True)) for each in pickled.buffers]
+        examined.first, examined.bare = (
+            hashlib.sha256(f"{pickled.digest}{each}".encode()).hexdigest()
+            for each in (samples, [sample for is_broadcast, sample in samples if not is_broadcast])
+        )
         return examined
+
+    def _is_broadcast(self, buffer: Data) -> bool:
+        return bool(self._broadcast) and pickling.memory_range(buffer) in self._broadcast
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
         culprit = None
@@ -440,14 +461,15 @@ class Save:
             self._hashes[where] = found.digest()
         return found.digest()
 
-    def _whole(self, buffers: Sequence[Data]) -> str:
-        return hashlib.sha256(b"".join(map(self._hash, buffers))).hexdigest()
+    def _whole(self, buffers: Sequence[Data], *, bare: bool = False) -> str:
+        compared = [each for each in buffers if not (bare and self._is_broadcast(each))]
+        return hashlib.sha256(b"".join(map(self._hash, compared))).hexdigest()
 
     def _kinds(self) -> dict[str, saved.VariableKind]:
         """Return the kind of each variable that is saved, the same on all ranks."""
         told = self._meeting.tell(
             {
-                name: [each.why_not, each.partial, each.first, each.detached]
+                name: [each.why_not, each.partial, each.first, each.bare, each.detached]
                 for name, each in self.examined.items()
             }
         )
@@ -460,10 +482,21 @@ class Save:
         candidates = [
             name
             for name in sorted(everywhere - self.left_out.keys())
-            if len({each[name][2] for each in told}) == 1 and not any(each[name][1] for each in told)
+            if len({each[name][3] for each in told}) == 1 and not any(each[name][1] for each in told)
         ]
-        full = self._meeting.tell({name: self._whole(self.examined[name].buffers) for name in candidates})
-        equal = {name for name in candidates if len({each[name] for each in full}) == 1}
+        found = {name: self.examined[name] for name in candidates}
+        full = self._meeting.tell(
+            {
+                name: [each.first, self._whole(each.buffers), self._whole(each.buffers, bare=True)]
+                for name, each in found.items()
+            }
+        )
+        equal = {name for name in found if all(each[name][:2] == full[0][name][:2] for each in full)}
+        but_for_buffers = {name for name in found if all(each[name][2] == full[0][name][2] for each in full)}
+        if self._ddp_buffers:
+            self.of_first = but_for_buffers - equal
+        else:
+            equal = but_for_buffers
         for each in self.examined.values():
             each.buffers = ()
         names = sorted(set().union(*told) - self.left_out.keys())
@@ -494,7 +527,10 @@ class Save:
         self.own = {name: each for name, each in stream.found.items() if name not in self.equal}
         self.shards = stream.met.shards
         # Together, a variable may bring more than alone: the whole of a memory of which others show a part.
-        digests = {name: f"{each.digest} {self._whole(each.buffers)}" for name, each in self.equal.items()}
+        bare = not self._ddp_buffers
+        digests = {
+            name: f"{each.digest} {self._whole(each.buffers, bare=bare)}" for name, each in self.equal.items()
+        }
         told = self._meeting.tell([failed, digests, list(stream.met.made)])
         for rank, (why_not, *_) in zip(self._meeting.ranks, told, strict=True):
             for name, why in why_not.items():
@@ -533,6 +569,7 @@ class Save:
                 sum(each.get(name, 0) for each in sizes),
                 tuple(rank for rank, each in enumerate(sizes) if name in each),
                 tuple(map(tuple, self.examined[name].meshes)) if name in self.examined else (),
+                name in self.of_first,
             )
             for name, kind in sorted(self.kinds.items())
         ]
@@ -563,6 +600,13 @@ def own_device() -> torch.device:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def ranges_of(held: Iterable[torch.Tensor]) -> frozenset[tuple[int, int]]:
+    """Return where the memory of tensors is, as `pickling.memory_range` does of what is pickled."""
+    storages = ((each.untyped_storage(), each.nbytes) for each in held)
+    # Not one that is a part of something else.
+    return frozenset((each.data_ptr(), size) for each, size in storages if each.nbytes() == size)
 
 
 def _pieces(buffer: Data) -> Iterator[memoryview]:
@@ -880,6 +924,8 @@ class _Loading(Unpickled):
             self._take(equal)
             if manifest.world_size == meeting.world_size:
                 self._take(self._read(f"rank-{meeting.rank}"))
+            elif of_first := {each.name for each in manifest.variables if each.of_first}:
+                self._take(self._read("rank-0"), of_first)
 
     def finish(self, lost: Collection[str]) -> None:
         """Fill shards and wrap models, but for what another rank has lost."""
@@ -897,8 +943,13 @@ class _Loading(Unpickled):
         content = (self._directory / f"{name}.pkl").read_bytes()
         return pickle.loads(content)  # noqa: S301 - the user's own, see `saved.open_saved`
 
-    def _take(self, content: Mapping[str, Any]) -> None:
-        self.take(content["variables"], (self._buffer(*each) for each in content["places"]))
+    def _take(self, content: Mapping[str, Any], only: Collection[str] | None = None) -> None:
+        places = iter(content["places"])
+        for variable in content["variables"]:
+            name, *_, count = variable
+            its = list(itertools.islice(places, count))
+            if only is None or name in only:
+                self.take([variable], (self._buffer(*each) for each in its))
 
     def _buffer(self, rank: int, offset: int, size: int) -> memoryview:
         """Return a part of a file in memory that can be written to."""

@@ -117,6 +117,54 @@ def test_one_other_rank_is_enough_for_what_was_compared_while_all_were_idle():
         assert "unseen" in found.warnings[0]
 
 
+# Each rank has other statistics, until DDP takes those of rank 0.
+NORMALIZED = """
+import os, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+model = DDP(net)
+opt = torch.optim.AdamW(model.parameters())
+
+def train(step):
+    opt.zero_grad()
+    batch = torch.arange(16.0).view(4, 4) * (step + rank)
+    model(batch).square().sum().backward()
+    opt.step()
+
+def state():
+    return [each.tolist() for each in model.state_dict().values()]
+
+train(1), train(2)
+state()
+"""
+
+
+def test_a_ddp_model_comes_back_whose_buffers_differ_until_it_takes_those_of_rank_0():
+    with nblaunch.Session(nproc=3, display=False) as session:
+        before = session.cell(NORMALIZED, namespace={}).values
+        assert before[0] != before[1]
+        wait_for_sketches(session, "model", "net", "opt")
+        kill(session, 1)
+        found = session.cell("net is model.module, state()", namespace={})
+        assert [each for _, each in found.values] == [before[0], before[0], *before[2:]]
+        assert all(same for same, _ in found.values)
+        assert "gone" not in found.warnings[0]
+        after = session.cell("train(3)\nstate()[:4], state()[4]", namespace={}).values
+        assert len({str(parameters) for parameters, _ in after}) == 1
+        assert len({str(mean) for _, mean in after}) == 3
+
+
+def test_hundreds_of_variables_are_compared_while_the_ranks_are_idle():
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(
+            "import torch\nfor number in range(240): globals()[f'x{number}'] = torch.zeros(1000)",
+            namespace={},
+        )
+        wait_for_sketches(session, *(f"x{number}" for number in range(240)))
+
+
 @pytest.mark.quick
 def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before_is_there():
     with nblaunch.Session(nproc=3, display=False) as session:

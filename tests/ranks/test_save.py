@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from patience import eventually
+from test_reborn import NORMALIZED
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from training import STEPS
 
@@ -160,6 +161,28 @@ part = torch.from_numpy(whole[:1_000])
         session.save(tmp_path / "save")
     with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
         assert session.cell("part[0] = 5; whole[-1], whole[0]", namespace={}).values == [(0, 5), (1, 5)]
+
+
+def test_a_ddp_model_with_buffers_of_each_rank_comes_back_on_any_number_of_ranks(tmp_path):
+    """On as many ranks each has its own; on others that of rank 0, as DDP itself would give them."""
+    path = tmp_path / "save"
+    with nblaunch.Session(nproc=2, display=False) as session:
+        before = list(session.cell(NORMALIZED, namespace={}).values)
+        session.cell("mine = [rank]", namespace={})
+        report = session.save(path)
+        expected = list(session.cell("train(3)\nstate()", namespace={}).values)
+    assert {each.name: each.kind for each in report.variables}["model"] == "own"
+    with nblaunch.Session(nproc=2, display=False, restore=path) as session:
+        assert list(session.cell("state()", namespace={}).values) == before
+        assert list(session.cell("train(3)\nstate()", namespace={}).values) == expected
+    with pytest.raises(nblaunch.NblaunchError, match=r"have all of it: mine is each rank's own\. Start"):
+        nblaunch.Session(nproc=3, display=False, restore=path)
+    with nblaunch.Session(nproc=3, display=False, restore=path, drop="mine") as session:
+        found = session.cell("net is model.module, state()", namespace={})
+        assert list(found.values) == [(True, before[0])] * 3
+        values = session.cell("train(3)\nstate()[:2]", namespace={}).values
+        assert values[0] == values[1] == values[2]
+        assert not any(session.cell("'mine' in globals()", namespace={}).values)
 
 
 def test_what_changes_gradients_and_cannot_come_back_is_named(tmp_path):
