@@ -347,7 +347,9 @@ def _noted(
     """Return the state with what concerns all its ranks, or kept for all of them together."""
     match message:
         case messages.Noticed(text=text):
-            return replace(state, notices=(*state.notices, text)[-_NOTICES:])
+            # Groups are formed again after a death, and after the failure that it leads to: said once.
+            others = [each for each in state.notices if each != text]
+            return replace(state, notices=(*others, text)[-_NOTICES:])
         case LocatedAll(report=report):
             return replace(state, hang=report)
         case messages.RunPreempted(why=why):

@@ -374,6 +374,11 @@ def test_what_an_engine_said_last_is_kept_over_attempts():
     assert advance(RunState.fresh(1), here).where == "rank 0 phase 'fork'"
 
 
+def test_a_notice_that_is_told_again_stands_there_once_as_the_last():
+    *_, state = folded([wire.Noticed(text=each) for each in ("formed again", "is back", "formed again")])
+    assert state.notices == ("is back", "formed again")
+
+
 def test_a_run_of_some_ranks_has_those_alone():
     state = RunState.fresh(8, (1, 5))
     assert list(state.ranks) == [1, 5]
