@@ -30,7 +30,7 @@ _MOST_NAMES = 256
 _MOST_PARTS, _MOST_DEPTH = 64, 3
 _SMALL = 64
 _LONG, _LONG_TEXT = 1000, 64 << 10
-# How long a pickle may take that is made in passing.
+# How much processor time a pickle may take that is made in passing: a busy machine keeps none from being made.
 _MOST_SECONDS = 0.25
 # A pickle beyond this is not made in passing, nor are buffers beyond it read.
 _MOST_BYTES = 64 << 20
@@ -211,7 +211,7 @@ class _DigestFile(io.RawIOBase):
     def __init__(self) -> None:
         super().__init__()
         self.hash, self.size = hashlib.sha256(), 0
-        self._until = time.monotonic() + _MOST_SECONDS
+        self._until = time.thread_time() + _MOST_SECONDS
 
     def writable(self) -> bool:
         return True
@@ -219,7 +219,7 @@ class _DigestFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data)
         self.size += view.nbytes
-        if self.size > _MOST_BYTES or time.monotonic() > self._until:
+        if self.size > _MOST_BYTES or time.thread_time() > self._until:
             raise TooLargeError
         self.hash.update(view)
         return view.nbytes

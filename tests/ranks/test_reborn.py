@@ -177,8 +177,8 @@ def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before
             )
         assert (caught.value.root_cause.rank, caught.value.root_cause.signal) == (1, "SIGKILL")
         assert "rank 1 is started again; the other ranks keep their variables" in caught.value.result.warnings
-        found = session.cell("step, config['lr'], globals().get('new')", namespace={})
-        assert found.values == [(4, 0.2, "new"), (4, 0.2, None), (4, 0.2, "new")]
+        found = session.cell("step, config['lr'], globals().get('new')", namespace={}, check=False)
+        assert found.values == [(4, 0.2, "new"), (4, 0.2, None), (4, 0.2, "new")], found.warnings
         assert session.cell("math.pi > 3", namespace={}).values == [True] * 3
         assert "new had no copy and is gone (nothing is known of it before the job" in found.warnings[0]
 
