@@ -24,7 +24,7 @@ import psutil
 
 from nblaunch._cgroups import tightest_memory
 from nblaunch.capture.pickling import Packed
-from nblaunch.capture.tensors import Far
+from nblaunch.capture.tensors import pieces
 from nblaunch.protocol.messages import Payload
 
 INLINE = 256 * 1024
@@ -274,14 +274,9 @@ def _pieces(packed: Packed, sizes: tuple[int, ...]) -> Iterator[tuple[int, memor
     """Yield all bytes, in pieces that are not too large to be copied at once, with where each begins."""
     for part, start in zip(packed.parts, _layout(sizes)[0], strict=True):
         offset = start
-        for piece in part.pieces(_COPY_STEP) if isinstance(part, Far) else _cut(part.cast("B")):
+        for piece in pieces(part, _COPY_STEP):
             yield offset, piece
             offset += piece.nbytes
-
-
-def _cut(part: memoryview) -> Iterator[memoryview]:
-    for start in range(0, part.nbytes, _COPY_STEP):
-        yield part[start : start + _COPY_STEP]
 
 
 def _write(fd: int, packed: Packed, sizes: tuple[int, ...], total: int) -> None:

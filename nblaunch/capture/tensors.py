@@ -460,6 +460,16 @@ class Far:
                 yield whole[:count]
 
 
+def pieces(data: memoryview | Far, size: int) -> Iterator[memoryview]:
+    """Yield the bytes, at most `size` at a time; each piece is valid until the next one."""
+    if isinstance(data, Far):
+        yield from data.pieces(size)
+        return
+    flat = data.cast("B")
+    for start in range(0, flat.nbytes, size):
+        yield flat[start : start + size]
+
+
 class WholeStorages:
     """Pickles storages whole; the bytes of those on an accelerator are taken when the pickle is complete."""
 

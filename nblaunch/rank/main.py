@@ -152,7 +152,7 @@ class Rank:
         self.variables = Variables(kept=orders.keep, directory=self._spill())
         self._last_names = messages.Names(rank=-1, names=())
         self._rebound: tuple[str, ...] = ()
-        self.sketches = Sketches(_pickler)
+        self.sketches = Sketches(_pickler, lambda: not self.link.inbox.empty())
         self._began = 0.0
         """When the job began (monotonic)."""
         self._names_reported = False

@@ -455,7 +455,7 @@ class Save:
         if where is not None and where in self._hashes:
             return self._hashes[where]
         found = hashlib.sha256()
-        for piece in _pieces(buffer):
+        for piece in tensors.pieces(buffer, _PIECE):
             found.update(piece)
         if where is not None:
             self._hashes[where] = found.digest()
@@ -607,15 +607,6 @@ def ranges_of(held: Iterable[torch.Tensor]) -> frozenset[tuple[int, int]]:
     storages = ((each.untyped_storage(), each.nbytes) for each in held)
     # Not one that is a part of something else.
     return frozenset((each.data_ptr(), size) for each, size in storages if each.nbytes() == size)
-
-
-def _pieces(buffer: Data) -> Iterator[memoryview]:
-    if isinstance(buffer, tensors.Far):
-        yield from buffer.pieces(_PIECE)
-        return
-    flat = buffer.cast("B")
-    for start in range(0, flat.nbytes, _PIECE):
-        yield flat[start : start + _PIECE]
 
 
 # --- writing ----------------------------------------------------------------------------------------------
@@ -798,7 +789,7 @@ def _same(data: Any) -> Any:
 
 def _copy(data: Data) -> memoryview:
     whole, offset = tensors.memory(data.nbytes), 0
-    for piece in _pieces(data):
+    for piece in tensors.pieces(data, _PIECE):
         whole[offset : offset + piece.nbytes] = piece
         offset += piece.nbytes
     return whole
@@ -813,7 +804,7 @@ def _write_file(path: Path, parts: Iterable[tuple[int, Data]]) -> None:
     try:
         for begin, part in parts:
             offset = begin
-            for piece in _pieces(part):
+            for piece in tensors.pieces(part, _PIECE):
                 _write_all(fd, piece, offset)
                 offset += piece.nbytes
         os.fsync(fd)

@@ -30,10 +30,11 @@ _MOST_NAMES = 256
 _MOST_PARTS, _MOST_DEPTH = 64, 3
 _SMALL = 64
 _LONG, _LONG_TEXT = 1000, 64 << 10
-# How much processor time a pickle may take that is made in passing: a busy machine keeps none from being made.
+# How much processor time a pickle may take that is made in passing. Other work on the machine does not count.
 _MOST_SECONDS = 0.25
-# A pickle beyond this is not made in passing, nor are buffers beyond it read.
-_MOST_BYTES = 64 << 20
+# A pickle beyond this is not made in passing, nor are buffers beyond that read.
+_MOST_BYTES, _MOST_OF_BUFFERS = 64 << 20, 2 << 30
+# What is read before the rank looks for an order.
 _PIECE = 16 << 20
 # Of how long the job took.
 _SHARE, _LEAST_SECONDS = 0.1, 0.005
@@ -205,6 +206,10 @@ class TooLargeError(Exception):
     """A pickle is larger than is made in passing, or takes longer."""
 
 
+class StoppedError(Exception):
+    """The rank has got an order meanwhile."""
+
+
 class _DigestFile(io.RawIOBase):
     """A file that keeps only the digest of what is written."""
 
@@ -228,9 +233,12 @@ class _DigestFile(io.RawIOBase):
 class Sketches:
     """The sketches of this rank's variables after its last job."""
 
-    def __init__(self, pickler: Callable[..., Any]) -> None:
-        """`pickler(file, **keywords)` makes what pickles a variable; called when a rank has the time."""
-        self._pickler = pickler
+    def __init__(self, pickler: Callable[..., Any], stop: Callable[[], bool]) -> None:
+        """`pickler(file, **keywords)` makes what pickles a variable; called when a rank has the time.
+
+        `stop` tells whether it has no time any more.
+        """
+        self._pickler, self._stop = pickler, stop
         self._of: dict[str, int] = {}
         self._digests: dict[str, int] = {}
         self._before: dict[str, tuple[int, int]] = {}
@@ -286,9 +294,10 @@ class Sketches:
     def _digest(self, value: Any) -> int:
         file, buffers = _DigestFile(), list[Any]()
         self._pickler(file, buffers=buffers).dump(value)
-        for each in buffers:
-            if file.size + each.nbytes > _MOST_BYTES:
-                raise TooLargeError
-            for piece in [each] if isinstance(each, memoryview) else each.pieces(_PIECE):
-                file.write(piece)
+        if sum(each.nbytes for each in buffers) > _MOST_OF_BUFFERS:
+            raise TooLargeError
+        for piece in itertools.chain.from_iterable(tensors.pieces(each, _PIECE) for each in buffers):
+            if self._stop():
+                raise StoppedError
+            file.hash.update(piece)
         return int.from_bytes(file.hash.digest()[:4], "little")

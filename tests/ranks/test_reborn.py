@@ -99,10 +99,11 @@ def test_the_rank_that_was_killed_has_what_all_had_alike_and_nothing_else(dead):
 @pytest.mark.quick
 def test_one_other_rank_is_enough_for_what_was_compared_while_all_were_idle():
     with nblaunch.Session(nproc=2, display=False) as session:
-        session.cell(SETUP, namespace={})
-        wait_for_sketches(session, "model", "holder", "own")
+        session.cell(f"{SETUP}\nlarge = torch.ones(20_000_000, dtype=torch.float32)", namespace={})
+        wait_for_sketches(session, "model", "holder", "own", "large")
         kill(session, 1)
         found = session.cell(IS_THERE, namespace={})
+        assert "large" in found.warnings[0].partition(" from rank 0")[0]
         assert set(found.values[0]) - set(found.values[1]) == LOST
         assert "random state of Python, random state of torch: anew" in found.warnings[0]
         values = session.cell(GOES_ON, namespace={}).values

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections import OrderedDict
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nblaunch.protocol.variables import is_whole
-from nblaunch.rank.sketches import sketch
+from nblaunch.rank.sketches import Sketches, sketch
 
 
 def parameter(gradient: float | None) -> torch.nn.Parameter:
@@ -46,6 +49,27 @@ def test_values_that_differ_have_sketches_that_differ(pair):
 )
 def test_what_is_imported_or_small_is_known_at_once(value):
     assert is_whole(sketch(value))
+
+
+@pytest.mark.parametrize("at", [1, 3, None])
+def test_an_order_ends_the_comparison_of_a_large_value(at):
+    """It comes before a piece is read; nothing is known of the value then."""
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return bool(len(asked) == at)
+
+    def pickler(file: Any, *, buffers: list[memoryview]) -> pickle.Pickler:
+        return pickle.Pickler(file, 5, buffer_callback=lambda each: buffers.append(each.raw()))
+
+    variables = {"large": np.zeros(5_000_000)}
+    sketches = Sketches(pickler, stop)
+    sketches.begin(variables, 0.0)
+    assert sketches.go_on(variables)
+    _, digests = sketches.of(("large",))
+    assert (digests == ()) == (at is not None)
+    assert len(asked) == (at or 3)
 
 
 def test_code_of_the_notebook_is_not_known_by_its_name():
