@@ -35,7 +35,7 @@ _MOST_SECONDS = 0.25
 # A pickle beyond this is not made in passing, nor are buffers beyond that read.
 _MOST_BYTES, _MOST_OF_BUFFERS = 64 << 20, 2 << 30
 # What is read before the rank looks for an order.
-_PIECE = 16 << 20
+_PIECE = 4 << 20
 # Of how long the job took.
 _SHARE, _LEAST_SECONDS = 0.1, 0.005
 

@@ -69,7 +69,7 @@ def test_an_order_ends_the_comparison_of_a_large_value(at):
     assert sketches.go_on(variables)
     _, digests = sketches.of(("large",))
     assert (digests == ()) == (at is not None)
-    assert len(asked) == (at or 3)
+    assert len(asked) == (at or 10)
 
 
 def test_code_of_the_notebook_is_not_known_by_its_name():
