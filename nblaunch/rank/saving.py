@@ -858,13 +858,30 @@ class Unpickled:
                 self.lost[name] = reason_of(error)
             else:
                 self.values[name] = loaded.value
-                self.objects |= {first_key + place: obj for place, obj in loaded.places().items()}
+                places = loaded.places()
+                _intern_attributes(places.values())
+                self.objects |= {first_key + place: obj for place, obj in places.items()}
 
     def _found(self, key: int) -> Any:
         if key not in self.objects:
             msg = "it has an object of a variable that could not be loaded"
             raise pickle.UnpicklingError(msg)
         return self.objects[key]
+
+
+def _intern_attributes(objects: Iterable[Any]) -> None:
+    """Have the names of attributes be the same strings as on the ranks that have set them.
+
+    pickle sees to that, but not where `__setstate__` sets attributes, as a module's does. One string that is
+    used twice is in a pickle once, so the pickles of this rank would differ from then on.
+    """
+    for each in objects:
+        attributes = getattr(each, "__dict__", None) if hasattr(type(each), "__setstate__") else None
+        if type(attributes) is dict and attributes:
+            names = {name: sys.intern(name) for name in attributes if type(name) is str}
+            interned = {names.get(name, name): value for name, value in attributes.items()}
+            attributes.clear()
+            attributes.update(interned)
 
 
 class _Loading(Unpickled):
