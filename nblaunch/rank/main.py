@@ -302,7 +302,7 @@ class Rank:
             if process_group.rethrows_errors() and (warning := environment.unheard_timeouts()):
                 self._notify(warning)
         process_group.accept_user_calls()
-        environment.given.update(os.environ)
+        environment.note_given()
         if self.orders.keep:
             self._set_rank_names()
         if not prepare.joins:

@@ -55,9 +55,13 @@ _SAMPLE = 1 << 16
 _POLL_SECONDS, _MOST_SECONDS = 0.001, 0.05
 _SEARCH_SECONDS = 1.0
 SETTINGS, ENVIRONMENT = "settings of torch", "environment variables"
+DIRECTORY, SEARCH_PATH = "working directory", "sys.path"
 SOURCES, NOTEBOOKS = "sources of functions", "code of the notebook"
 """What is saved beside the variables. No variable has such a name, nor "random state of Python"."""
-OF_A_RANK = ("random state of Python", "random state of torch", "random state of CUDA", ENVIRONMENT)
+OF_A_RANK = (
+    *("random state of Python", "random state of torch", "random state of CUDA", ENVIRONMENT),
+    *(DIRECTORY, SEARCH_PATH),
+)
 """Of these, what each rank may have for itself; NumPy's random state always is."""
 
 
@@ -384,6 +388,9 @@ class Save:
         there = variables.to_save()
         kept = there if only is None else {name: there[name] for name in there.keys() & set(only)}
         self.values = {**kept, **_surroundings(variables)}
+        if only is not None:
+            # A save may be loaded on another machine, which has other directories.
+            self.values |= {DIRECTORY: environment.new_directory(), SEARCH_PATH: environment.added_to_path()}
         self.examined = {name: self._examine(name) for name in sorted(self.values)}
         self.values[SOURCES] = shell.sources_of(self._lines)
         self.examined[SOURCES] = self._examine(SOURCES)

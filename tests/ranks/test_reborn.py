@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +163,24 @@ def test_ranks_that_have_imported_different_modules_give_what_all_have_imported(
         kill(session, 1)
         found = session.cell("kept, 'math' in globals()", namespace={})
         assert found.values == [(5, True)] * 3
+
+
+def test_a_rank_goes_where_cells_have_brought_the_others(tmp_path):
+    """A directory, and what is imported from another one: before what the ranks began with, or behind it."""
+    (tmp_path / "of_a_cell.py").write_text("def function(): pass")
+    place = str(tmp_path)
+    goes = f"os.chdir({place!r}); sys.path.insert(1, {place!r}); sys.path.append('/b')\nimport of_a_cell"
+    with nblaunch.Session(nproc=3, display=False) as session:
+        begun = session.cell("import os, sys; sys.path", namespace={}).values[0]
+        session.cell(f"{goes}; used = [of_a_cell.function]", namespace={})
+        kill(session, 1)
+        found = session.cell("os.getcwd(), sys.path, used[0] is of_a_cell.function", namespace={})
+        assert found.values[1] == (place, [place, *begun, "/b"], True)
+        session.cell(f"os.chdir('/') if rank == 0 else None; sys.path.remove({place!r})", namespace={})
+        kill(session, 1)
+        found = session.cell("os.getcwd(), sys.path[-1]", namespace={})
+        assert found.values == [("/", "/b"), (str(Path.cwd()), "/b"), (place, "/b")]
+        assert "working directory: anew" in found.warnings[0]
 
 
 def trained(session: nblaunch.Session, steps: int, *, dies_at: int | None = None) -> Any:
