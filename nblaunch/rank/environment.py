@@ -89,6 +89,47 @@ def unheard_timeouts() -> str:
 
 given: dict[str, str] = {}
 """The environment before the first job."""
+_directory = ""
+"""The working directory then."""
+search_path: list[str] = []
+"""What `sys.path` had then, and where the notebook's own modules are on another machine."""
+
+
+def note_given() -> None:
+    """Note what the rank has before its first job."""
+    global _directory
+    given.update(os.environ)
+    _directory = _working_directory()
+    search_path.extend(sys.path)
+
+
+def new_directory() -> str:
+    """Return the working directory, "" if that is still the first one."""
+    here = _working_directory()
+    return here if here != _directory else ""
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it has been removed
+        return ""
+
+
+def added_to_path() -> tuple[list[str], list[str]]:
+    """Return what jobs have added to `sys.path`, in front of what was there and behind it."""
+    begun = [at for at, each in enumerate(sys.path) if each in search_path]
+    end = max(begun, default=-1)
+    added = [(at, each) for at, each in enumerate(sys.path) if at not in begun]
+    return [each for at, each in added if at < end], [each for at, each in added if at > end]
+
+
+def follow(directory: str, front: list[str], back: list[str]) -> None:
+    """Be in another rank's directory, with what it has added to `sys.path`."""
+    if directory:
+        with contextlib.suppress(OSError):  # this machine does not have it
+            os.chdir(directory)
+    sys.path[:] = [*front, *(each for each in sys.path if each not in [*front, *back]), *back]
 
 
 def apply(prepare: Prepare, *, keep: bool) -> None:

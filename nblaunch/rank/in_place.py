@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -35,7 +36,9 @@ from nblaunch import _devices
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _OPTION = "enable_reconfigure"
-_BEGIN_DDP = "_ddp_init_helper"
+_BEGIN_DDP, _ASSIGN = "_ddp_init_helper", "_compute_bucket_assignment_by_size"
+# In a DDP model that has begun again, and in its pickle: the buckets with which it has.
+_BUCKETS = "_nblaunch_buckets"
 # torch registers "nccl" as one of two backends: who makes it tells which.
 _MAKES_GLOO, _MAKES_NCCL = "_create_gloo_process_group", "_create_nccl2_process_group"
 _NCCL_REVOKES = (2, 28)
@@ -56,6 +59,7 @@ _make: Callable[..., Any] = distributed_c10d._new_process_group_helper  # noqa: 
 _split_source: Callable[..., Any] = distributed_c10d._get_split_source  # noqa: SLF001
 _split: Callable[..., Any] = distributed_c10d.split_group
 _begin_ddp: Callable[..., None] = getattr(DistributedDataParallel, _BEGIN_DDP)
+_assign: Callable[..., Any] = getattr(dist, _ASSIGN)
 # Names of the groups that were made with the option by this module, and not by the program itself.
 _names: set[str] = set()
 _ddp_models = weakref.WeakKeyDictionary[DistributedDataParallel, int]()
@@ -66,6 +70,8 @@ _made = 0
 OwnGroups = Mapping[str, tuple[Sequence[int], Sequence[str]]]
 """What a rank tells the others of its groups, by name: their ranks, and the handles of its backends; empty if
 it cannot."""
+Buckets = Sequence[Sequence[int]]
+"""The numbers of the parameters in each of a DDP model's buckets."""
 
 
 class NotInPlaceError(RuntimeError):
@@ -185,12 +191,56 @@ def _split_group(*args: object, **keywords: object) -> Any:
 
 
 @functools.wraps(_begin_ddp)
-def _note_ddp(model: DistributedDataParallel, *args: object, **keywords: object) -> None:
+def _note_ddp(
+    model: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], *more: object
+) -> None:
+    """Note the model; give one that begins again the buckets that it had."""
     global _made
     if model not in _ddp_models:
         _ddp_models[model] = _made
         _made += 1
-    _begin_ddp(model, *args, **keywords)
+    # These were true of the reducer that it had before.
+    model._has_rebuilt_buckets = model._static_graph_delay_allreduce_enqueued = False  # noqa: SLF001
+    buckets: Buckets = model.__dict__.get(_BUCKETS, ())
+    if sorted(itertools.chain(*buckets)) != list(range(len(parameters))):
+        _begin_ddp(model, parameters, *more)
+        return
+    # Those of a new model are one for all, or those of the order in which its parameters were made.
+    setattr(dist, _ASSIGN, lambda *_: (buckets[::-1], [model.bucket_bytes_cap] * len(buckets)))
+    try:
+        _begin_ddp(model, parameters, *more)
+    finally:
+        setattr(dist, _ASSIGN, _assign)
+
+
+def agree_on_buckets(
+    models: Mapping[str, DistributedDataParallel], tell: Callable[[Any], Sequence[Any]]
+) -> dict[str, Buckets]:
+    """Return the buckets of models that are to begin again. All ranks call it.
+
+    Ranks with different buckets would sum elements of different parameters. A rank that was started again has
+    no models, and gets the buckets with each. Those of a model are left out where no rank has arranged them
+    yet, or ranks differ.
+    """
+    own: dict[str, Buckets] = dict.fromkeys(models, ())
+    for name, model in models.items():
+        with contextlib.suppress(Exception):  # of torch: as if they were not arranged
+            own[name] = _buckets_of(model)
+    told = [each for each in tell(own) if each]
+    everywhere = set.intersection(*(set(each) for each in told)) if told else set()
+    known = {name: {tuple(map(tuple, each[name])) for each in told if each[name]} for name in everywhere}
+    return {name: buckets.pop() for name, buckets in known.items() if len(buckets) == 1}
+
+
+def _buckets_of(model: DistributedDataParallel) -> Buckets:
+    """Return the buckets that DDP has arranged when it knew in which order gradients are ready."""
+    if not model._has_rebuilt_buckets:  # noqa: SLF001 - as above
+        begun_with: Buckets = model.__dict__.get(_BUCKETS, ())
+        return begun_with
+    parameters, _ = model._build_params_for_reducer()  # noqa: SLF001 - as DDP itself does
+    buckets = model.reducer._get_zeros_like_grad_buckets()  # noqa: SLF001 - as above
+    numbers = {id(each): number for number, each in enumerate(parameters)}
+    return [[numbers[id(each)] for each in bucket.parameters()] for bucket in buckets]
 
 
 def numbers_of_models(objects: Iterable[tuple[int, Any]]) -> tuple[dict[int, int], int]:
@@ -403,16 +453,17 @@ def _forgotten(model: Any, forget: Callable[[Any], None]) -> str:
     return ""
 
 
-def begin_again(model: DistributedDataParallel) -> bool:
+def begin_again(model: DistributedDataParallel, buckets: Buckets) -> bool:
     """Have a model begin again with the present default group, as one that is unpickled; return if it could.
 
-    Its communication hook would be gone.
+    Without `buckets` it has those of a new model. Its communication hook would be gone.
     """
     if getattr(model, "_comm_hooks", None):
         return False
     try:
         before = model.reducer
         model.process_group = distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
+        setattr(model, _BUCKETS, buckets)
         model.__setstate__(model.__getstate__())
         before._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
     except Exception:  # noqa: BLE001 - of torch: the model is named as one that is gone

@@ -73,6 +73,8 @@ _SETTLE_SECONDS = 1.0
 _MOMENT_SECONDS = 0.2
 # How long a rank has been without orders when it looks at its variables, one after the other.
 _IDLE_SECONDS = 0.25
+# They have just formed their group together.
+_AGREE_SECONDS = 30.0
 _RESUME = (
     "import json, os, sys; given = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
     "sys.path[:] = given['path']; from nblaunch.rank.main import resume; resume(given['orders'])"
@@ -304,7 +306,7 @@ class Rank:
             if process_group.rethrows_errors() and (warning := environment.unheard_timeouts()):
                 self._notify(warning)
         process_group.accept_user_calls()
-        environment.given.update(os.environ)
+        environment.note_given()
         if self.orders.keep:
             self._set_rank_names()
         if not prepare.joins:
@@ -627,7 +629,10 @@ class Rank:
                 found = self.dead_variables.find()
                 formed = process_group.form_again(order.number, self.device, cut)
                 if order.renews and not formed.in_place:
-                    found = self.dead_variables.renew(found)
+                    from nblaunch.rank import saving  # only where a rank has died
+
+                    meeting = saving.Meeting(f"renew {order.number}", _AGREE_SECONDS)
+                    found = self.dead_variables.renew(found, meeting.tell)
                 dead = self.dead_variables.bury(found, lost=formed.lost if formed.in_place else None)
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
                 stepped = self.dead_variables.names_of(formed.stepped)

@@ -13,6 +13,7 @@ from pathlib import Path
 from nblaunch._inherited import is_standard_library
 from nblaunch.capture.own_modules import ModuleFiles, file_of, is_installed
 from nblaunch.protocol.messages import CodeTree
+from nblaunch.rank import environment
 
 _NAMED = 10
 
@@ -45,6 +46,7 @@ class OwnModules:
             others = [each for each in sys.path if each not in (*self._entries, *entries)]
             standard = [each for each in others if is_standard_library(each)]
             sys.path[:] = [*standard, *entries, *(each for each in others if each not in standard)]
+            environment.search_path.extend(entries)
         self._tree, self._roots, self._entries = code.tree, roots, entries
         importlib.invalidate_caches()
         self._outdated |= set(self._changed())

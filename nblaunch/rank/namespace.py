@@ -11,7 +11,7 @@ import traceback
 import types
 import weakref
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -315,18 +315,19 @@ class DeadVariables:
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
         return found
 
-    def renew(self, found: _Found) -> _Found:
+    def renew(self, found: _Found, tell: Callable[[Any], Sequence[Any]]) -> _Found:
         """Have DDP models of the old default group begin again with the new one; return the others.
 
-        All ranks do so, and arrange the buckets anew: those of a rank that was started again are new.
+        All ranks do so, with the same buckets: a rank that was started again gets the model from another.
         """
-        left: _Found = []
-        for dead, reference in found:
-            model = reference()
-            ours = isinstance(model, DistributedDataParallel) and model in self._of_default
-            if not (ours and in_place.begin_again(model)):  # type: ignore[arg-type] # `ours` has seen to it
-                left.append((dead, reference))
-        return left
+        ours = {
+            dead.name: model
+            for dead, reference in found
+            if isinstance(model := reference(), DistributedDataParallel) and model in self._of_default
+        }
+        buckets = in_place.agree_on_buckets(ours, tell)
+        begun = {name for name, model in ours.items() if in_place.begin_again(model, buckets.get(name, ()))}
+        return [(dead, reference) for dead, reference in found if dead.name not in begun]
 
     def bury(
         self, found: _Found, *, lost: Sequence[tuple[object, str]] | None = None

@@ -21,7 +21,7 @@ import torch
 
 from nblaunch.capture import arrays, pickling, shared_memory, tensors
 from nblaunch.protocol.messages import LastKnown, Payload, Revived
-from nblaunch.rank import in_place, isolate, namespace, saving, sharded
+from nblaunch.rank import environment, in_place, isolate, namespace, saving, sharded
 
 _OWN = "it was not the same on all ranks, as far as is known"
 # Only ranks that do not agree on what they do would wait so long.
@@ -149,6 +149,8 @@ class _Sent:
         seeded = isolate.own_seed not in {None, torch.initial_seed()}
         told = dict.fromkeys(saving.OF_A_RANK, seeded)
         told[saving.ENVIRONMENT] = bool(made.values[saving.ENVIRONMENT])
+        told[saving.DIRECTORY] = bool(made.values[saving.DIRECTORY])
+        told[saving.SEARCH_PATH] = any(made.values[saving.SEARCH_PATH])
         self._anew = tuple(each for each in told if told[each] and each in made.values.keys() - sent)
         # Equal ones come first.
         end = min((each.first_key for each in made.own.values()), default=float("inf"))
@@ -163,6 +165,8 @@ class _Sent:
             "keys": keys,
             "came": came,
             "classes": frozenset(pickling.received_classes.values()),
+            "directory": made.values[saving.DIRECTORY] if saving.DIRECTORY in sent else "",
+            "path": made.values[saving.SEARCH_PATH] if saving.SEARCH_PATH in sent else ([], []),
             "models": in_place.numbers_of_models(places.values()),
         }
         buffers = tuple(buffer for each in sent.values() for buffer in each.buffers)
@@ -213,6 +217,7 @@ def _take(
     assert namespace.here is not None  # noqa: S101 - a session's rank
     here = namespace.here
     content = pickle.loads(parts[0])  # noqa: S301 - from a rank of this session
+    environment.follow(content["directory"], *content["path"])  # variables may need modules from there
     loaded = saving.Unpickled(meeting, not_there=_GROUP_GONE)
     with loaded.loading():
         loaded.take(content["variables"], iter(parts[1:]))

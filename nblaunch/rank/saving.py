@@ -58,9 +58,13 @@ _SAMPLE = 1 << 16
 _POLL_SECONDS, _MOST_SECONDS = 0.001, 0.05
 _SEARCH_SECONDS = 1.0
 SETTINGS, ENVIRONMENT = "settings of torch", "environment variables"
+DIRECTORY, SEARCH_PATH = "working directory", "sys.path"
 SOURCES, NOTEBOOKS = "sources of functions", "code of the notebook"
 """What is saved beside the variables. No variable has such a name, nor "random state of Python"."""
-OF_A_RANK = ("random state of Python", "random state of torch", "random state of CUDA", ENVIRONMENT)
+OF_A_RANK = (
+    *("random state of Python", "random state of torch", "random state of CUDA", ENVIRONMENT),
+    *(DIRECTORY, SEARCH_PATH),
+)
 """Of these, what each rank may have for itself; NumPy's random state always is."""
 
 
@@ -397,6 +401,9 @@ class Save:
         there = variables.to_save()
         kept = there if only is None else {name: there[name] for name in there.keys() & set(only)}
         self.values = {**kept, **_surroundings(variables)}
+        if only is not None:
+            # A save may be loaded on another machine, which has other directories.
+            self.values |= {DIRECTORY: environment.new_directory(), SEARCH_PATH: environment.added_to_path()}
         self.examined = {name: self._examine(name) for name in sorted(self.values)}
         self.values[SOURCES] = shell.sources_of(self._lines)
         self.examined[SOURCES] = self._examine(SOURCES)
@@ -893,13 +900,30 @@ class Unpickled:
                 self.lost[name] = reason_of(error)
             else:
                 self.values[name] = loaded.value
-                self.objects |= {first_key + place: obj for place, obj in loaded.places().items()}
+                places = loaded.places()
+                _intern_attributes(places.values())
+                self.objects |= {first_key + place: obj for place, obj in places.items()}
 
     def _found(self, key: int) -> Any:
         if key not in self.objects:
             msg = "it has an object of a variable that could not be loaded"
             raise pickle.UnpicklingError(msg)
         return self.objects[key]
+
+
+def _intern_attributes(objects: Iterable[Any]) -> None:
+    """Have the names of attributes be the same strings as on the ranks that have set them.
+
+    pickle sees to that, but not where `__setstate__` sets attributes, as a module's does. One string that is
+    used twice is in a pickle once, so the pickles of this rank would differ from then on.
+    """
+    for each in objects:
+        attributes = getattr(each, "__dict__", None) if hasattr(type(each), "__setstate__") else None
+        if type(attributes) is dict and attributes:
+            names = {name: sys.intern(name) for name in attributes if type(name) is str}
+            interned = {names.get(name, name): value for name, value in attributes.items()}
+            attributes.clear()
+            attributes.update(interned)
 
 
 class _Loading(Unpickled):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from patience import eventually
+from training import STEPS
 
 import nblaunch
+from nblaunch.protocol.variables import UNKNOWN, is_whole
 
 SETUP = """
 import os, random, torch, torch.distributed as dist
@@ -58,7 +62,7 @@ def wait_for_sketches(session: nblaunch.Session, *names: str) -> None:
     def whole() -> bool:
         assert session._live.open
         known = [dict(zip(each.names, each.digests, strict=False)) for each in session._live._names.values()]
-        return all(each.get(name) for each in known for name in names)
+        return all(is_whole(each.get(name, UNKNOWN)) for each in known for name in names)
 
     eventually(whole, "the variables are sketched")
 
@@ -213,11 +217,29 @@ def test_ranks_that_have_imported_different_modules_give_what_all_have_imported(
         assert found.values == [(5, True)] * 3
 
 
+def test_a_rank_goes_where_cells_have_brought_the_others(tmp_path):
+    """A directory, and what is imported from another one: before what the ranks began with, or behind it."""
+    (tmp_path / "of_a_cell.py").write_text("def function(): pass")
+    place = str(tmp_path)
+    goes = f"os.chdir({place!r}); sys.path.insert(1, {place!r}); sys.path.append('/b')\nimport of_a_cell"
+    with nblaunch.Session(nproc=3, display=False) as session:
+        begun = session.cell("import os, sys; sys.path", namespace={}).values[0]
+        session.cell(f"{goes}; used = [of_a_cell.function]", namespace={})
+        kill(session, 1)
+        found = session.cell("os.getcwd(), sys.path, used[0] is of_a_cell.function", namespace={})
+        assert found.values[1] == (place, [place, *begun, "/b"], True)
+        session.cell(f"os.chdir('/') if rank == 0 else None; sys.path.remove({place!r})", namespace={})
+        kill(session, 1)
+        found = session.cell("os.getcwd(), sys.path[-1]", namespace={})
+        assert found.values == [("/", "/b"), (str(Path.cwd()), "/b"), (place, "/b")]
+        assert "working directory: anew" in found.warnings[0]
+
+
 def trained(session: nblaunch.Session, steps: int, *, dies_at: int | None = None) -> Any:
     return session.cell(f"train({steps}, {dies_at})", namespace={}, check=dies_at is None)
 
 
-TRAINING = """
+LOOP = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -239,15 +261,12 @@ def train(steps, dies_at):
 """
 
 
-def test_training_with_ddp_goes_on_as_if_nothing_had_happened():
-    """As one in which the model is wrapped again at that step: DDP arranges its buckets anew."""
+def test_a_training_loop_goes_on_at_its_step_as_if_nothing_had_happened():
     with nblaunch.Session(nproc=3, display=False) as session:
-        session.cell(TRAINING, namespace={})
-        trained(session, 3)
-        session.cell("model = DDP(model.module)", namespace={})
-        expected = trained(session, 4).values
+        session.cell(LOOP, namespace={})
+        expected, later = trained(session, 7).values, trained(session, 2).values
     with nblaunch.Session(nproc=3, display=False) as session:
-        session.cell(TRAINING, namespace={})
+        session.cell(LOOP, namespace={})
         assert not trained(session, 10, dies_at=3).ok
         went_on = session.cell("step", namespace={})
         assert went_on.values == [3, 3, 3]
@@ -256,6 +275,88 @@ def test_training_with_ddp_goes_on_as_if_nothing_had_happened():
         assert trained(session, 4).values == expected
         joined = "opt.param_groups[0]['params'][0] is next(model.parameters())"
         assert session.cell(joined, namespace={}).values == [True] * 3
+        wait_for_sketches(session, "model", "opt", "train")
+        kill(session, 0)
+        assert trained(session, 2).values == later
+
+
+TRAINED = """
+def fail():
+    if rank == 1: os.kill(os.getpid(), 9)
+
+def train(model, opt, *numbers):
+    for number in numbers: step(model, opt, number)
+
+failing = ""
+model, opt = made("ddp"{options})
+train(model, opt, *range(8))
+expected = held(model)
+model, opt = made("ddp"{options})
+second, other = made("ddp"{options})
+train(model, opt, *range({begun}))
+train(second, other, *range(6))
+"""
+WENT_ON = """
+failing = ""
+train(model, opt, *range({begun}, 8))
+train(second, other, 6, 7)
+[[all(map(test, held(each), expected)) for each in (model, second) for test in (torch.equal, torch.allclose)],
+ [each.tolist() for each in held(model)]]
+"""
+
+
+@pytest.fixture
+def quad() -> Iterator[nblaunch.Session]:
+    """Four ranks: the order in which gloo sums an element depends on where in its bucket it is."""
+    with nblaunch.Session(nproc=4, display=False) as session:
+        session.cell(f"import os\n{STEPS}", namespace={})
+        yield session
+
+
+def begin(session: nblaunch.Session, begun: int, options: str = "") -> None:
+    session.cell(TRAINED.format(options=f", {options}" * bool(options), begun=begun), namespace={})
+
+
+def went_on(session: nblaunch.Session, begun: int) -> list[bool]:
+    """Train on; return whether models are what they had become without a death, or about that."""
+    after = session.cell(WENT_ON.format(begun=begun), namespace={})
+    assert after.warnings[0].startswith("rank 1 is back: ")
+    assert after.values == [after.values[0]] * 4, "all ranks have the same parameters"
+    found: list[bool] = after.values[0][0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param("", marks=pytest.mark.quick, id="plain"),
+        "gradient_as_bucket_view=True",
+        "static_graph=True",
+        "find_unused_parameters=True",
+    ],
+)
+def test_training_with_ddp_goes_on_to_the_bit_from_the_step_that_was_cut_off(quad, options):
+    """DDP would arrange its buckets anew, in which sums are rounded in other ways."""
+    begin(quad, 2, options)
+    assert not quad.cell("failing = 'backward'; step(model, opt, 2)", namespace={}, check=False).ok
+    assert all(went_on(quad, 2))
+
+
+@pytest.mark.parametrize("begun", [4, 1])
+def test_training_with_ddp_goes_on_from_the_step_before_which_a_rank_died(quad, begun):
+    """To the bit once DDP has arranged its buckets; before that, it is as if the model were wrapped again."""
+    begin(quad, begun)
+    kill(quad, 1)
+    equal, *others = went_on(quad, begun)
+    assert equal or begun == 1
+    assert all(others)
+
+
+def test_training_with_ddp_goes_on_where_some_ranks_have_arranged_the_buckets(quad):
+    begin(quad, 1)
+    dies = "if rank == 1: fail()\nstep(model, opt, 1)"
+    assert not quad.cell(dies, namespace={}, check=False).ok
+    assert went_on(quad, 1)[1:] == [True, True, True]
 
 
 def test_an_object_of_the_notebook_that_comes_from_another_rank_is_what_later_cells_lead_to(kernel):

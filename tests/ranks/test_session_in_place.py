@@ -178,11 +178,20 @@ def quad() -> Iterator[nblaunch.Session]:
     "made",
     [
         "'ddp'",
+        "'ddp', gradient_as_bucket_view=True",
+        "'ddp', static_graph=True",
         "'ddp', process_group=mesh.get_group('shard')",
         "'fsdp', mesh=mesh['shard']",
         "'fsdp', mesh=mesh",
     ],
-    ids=["ddp", "ddp in a part of a mesh", "fsdp in a part of a mesh", "hsdp"],
+    ids=[
+        "ddp",
+        "ddp with views",
+        "ddp with a static graph",
+        "ddp in a part of a mesh",
+        "fsdp in a part of a mesh",
+        "hsdp",
+    ],
 )
 def test_four_ranks_train_on_in_the_groups_of_a_mesh(quad, made):
     cell(quad, "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))")

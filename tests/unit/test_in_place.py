@@ -145,3 +145,19 @@ def test_a_model_in_the_middle_of_a_step_is_known_and_one_that_cannot_forget_it_
     """With FSDP2's own names: where torch has moved one, the program says which."""
     ran = subprocess.run([sys.executable, "-c", HALF_A_STEP], capture_output=True, text=True, check=False)
     assert ran.stdout == f"{[True, False, True, True, True, True, True]}\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("told", "agreed"),
+    [
+        ([{"model": [[1], [0]]}, {"model": [[1], [0]]}], {"model": ((1,), (0,))}),
+        # One was interrupted before it got the buckets of the first rank, and one was started again.
+        ([{"model": [[1], [0]]}, {"model": []}, {}], {"model": ((1,), (0,))}),
+        ([{"model": [[1], [0]]}, {"model": [[0], [1]]}], {}),
+        ([{"model": []}, {"model": []}], {}),
+        ([{"model": [[0]], "own": [[0]]}, {"model": [[0]]}], {"model": ((0,),)}),
+        ([{}, {}], {}),
+    ],
+)
+def test_ranks_give_a_model_the_same_buckets_or_those_of_a_new_one(told, agreed):
+    assert in_place.agree_on_buckets({}, lambda _: told) == agreed

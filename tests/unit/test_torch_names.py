@@ -281,8 +281,10 @@ def a_typed_storage():
         (_composable_state, "_module_state_mapping"),
         (torch.nn.parallel.DistributedDataParallel, "_ddp_init_helper"),
         (torch.nn.parallel.DistributedDataParallel, "_update_process_group"),
+        (torch.nn.parallel.DistributedDataParallel, "_build_params_for_reducer"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json"),
         (torch._C._distributed_c10d.Reducer, "_remove_autograd_hooks"),
+        (torch._C._distributed_c10d.Reducer, "_get_zeros_like_grad_buckets"),
         (type(distributed_c10d._world), "group_count"),
         (type(distributed_c10d._world), "pg_group_ranks"),
         (type(distributed_c10d._world), "pg_names"),
@@ -308,6 +310,21 @@ def a_typed_storage():
 def test_torch_still_has(owner, name):
     whose = getattr(owner, "__name__", type(owner).__name__)
     assert hasattr(owner, name), f"torch {torch.__version__} broke {whose}.{name}, which nblaunch uses"
+
+
+@pytest.mark.parametrize("name", ["_has_rebuilt_buckets", "_static_graph_delay_allreduce_enqueued"])
+def test_ddp_still_notes_that_its_reducer(name):
+    owner = torch.nn.parallel.DistributedDataParallel
+    assert f"self.{name} = False" in inspect.getsource(owner), broken(owner, name)
+
+
+def test_ddp_still_begins_with_its_parameters_and_the_buckets_that_are_computed():
+    begin = in_place._begin_ddp
+    given = ["self", "parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"]
+    assert list(inspect.signature(begin).parameters) == given
+    source = inspect.getsource(begin)
+    for each in ("= dist._compute_bucket_assignment_by_size(", "list(reversed(bucket_indices)),"):
+        assert each in source, broken(torch.nn.parallel.DistributedDataParallel, begin.__name__)
 
 
 @pytest.mark.parametrize("name", collectives.FORMS)
