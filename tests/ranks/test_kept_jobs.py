@@ -319,6 +319,7 @@ def test_where_the_private_disk_is_full_nothing_is_lost_of_what_has_its_logs_els
     assert shown.stdout.count("\n") == RANKS * 12 * 1024
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_on_the_disk_of_the_logs_is_dropped_and_counted(detached, small_disk, tmp_path):
     session = detached()
     assert root_of(session).parent == small_disk
@@ -534,7 +535,7 @@ def test_logs_follow_a_job_in_order_until_it_ends(detached, following, tmp_path)
         assert errors.count(f"[rank {rank}] error ") == count
 
 
-@pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_follower_that_does_not_read_for_a_while_misses_nothing(detached, following, ended, tmp_path):
     session = detached()
     handle = session.submit(gated, (tmp_path / "begin", 12, tmp_path / "go"))

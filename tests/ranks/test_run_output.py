@@ -14,8 +14,6 @@ import pytest
 
 import nblaunch
 
-LINES = 200_000
-
 
 def printed(job, *, nproc=1, **options):
     """Run `job` and return (stdout, stderr) of every rank."""
@@ -65,19 +63,6 @@ def test_python_native_code_and_child_processes_keep_their_order():
         *("6 system", "7 buffer", "8 print", "9 __stdout__", "10 open(1)"),
     ]
     assert err == ""
-
-
-def test_nothing_of_200_000_lines_is_lost_or_moved():
-    def job():
-        rank = os.environ["RANK"]
-        for number in range(LINES):
-            print(rank, number)
-            if number % 1000 == 0:
-                print(rank, number, file=sys.stderr)
-
-    for rank, (out, err) in enumerate(printed(job, nproc=2)):
-        assert out == "".join(f"{rank} {number}\n" for number in range(LINES))
-        assert err == "".join(f"{rank} {number}\n" for number in range(0, LINES, 1000))
 
 
 @pytest.mark.quick
