@@ -175,6 +175,7 @@ nblaunch.run(job, nproc=2, display=True)
 """
 
 
+@pytest.mark.slow
 def test_a_bar_is_in_the_status_line_while_it_grows_and_printed_once_it_is_full(terminal_of):
     pytest.importorskip("tqdm")
     pytest.importorskip("rich")
@@ -203,6 +204,7 @@ def test_an_interrupt_leaves_no_status_line(terminal_of, tmp_path):
     assert "KeyboardInterrupt" in session.text
 
 
+@pytest.mark.slow
 def test_what_the_program_prints_meanwhile_stands_on_lines_of_its_own(terminal_of, tmp_path):
     """However much of it, and whichever stream it goes to."""
     go, end = tmp_path / "go", tmp_path / "end"
@@ -239,7 +241,6 @@ def test_what_is_no_terminal_gets_no_control_characters(script, tmp_path):
     assert "[nblaunch]" not in ran.stdout
 
 
-@pytest.mark.quick
 def test_a_cell_in_terminal_ipython_comes_live_and_the_prompt_is_clean_after_it(tmp_path):
     command = [sys.executable, "-m", "IPython", "--no-banner", "--ext=nblaunch", "--no-confirm-exit"]
     root = str(Path(__file__).parents[2])

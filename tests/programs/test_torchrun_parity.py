@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import nblaunch
 
 # The whole of a rank's own variables, and not only those that somebody has thought of.
@@ -91,6 +93,7 @@ def test_a_rank_sees_what_it_sees_under_torchrun(tmp_path, monkeypatch):
         assert without_what_must_differ(name, ours[name]) == without_what_must_differ(name, theirs[name])
 
 
+@pytest.mark.slow
 def test_so_it_does_where_the_user_has_set_some_of_it(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
@@ -104,6 +107,7 @@ def test_so_it_does_where_the_user_has_set_some_of_it(tmp_path, monkeypatch):
     assert ours["0-0"]["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_alone_may_use_all_cores_as_under_torchrun(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "OMP_NUM_THREADS" not in torchrun(tmp_path, "--nproc-per-node", "1")["0-0"]

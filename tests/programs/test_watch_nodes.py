@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import nblaunch
 from nblaunch import DesyncError
 
@@ -33,6 +35,7 @@ def test_collectives_that_differ_between_two_nodes_stop_the_run_with_both_stacks
     assert "contextlib" not in cause.traceback
 
 
+@pytest.mark.slow
 def test_a_session_on_two_nodes_goes_on_after_it():
     with nblaunch.Session(1, nnodes=2, on="process", watch="nan,desync") as session:
         assert session.run(differs, check=False).root_cause.type.endswith("DesyncError")

@@ -165,21 +165,6 @@ def test_the_first_that_gives_a_job_once_nobody_has_the_session_has_it(detached_
     assert first.value("session.pull('x')") == {"x": [7, 7]}
 
 
-def test_who_watches_takes_the_session_over_later(owner, detached_kernels):
-    watcher = detached_kernels()
-    watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')\n%distributed attach train")
-    watcher.ok("%distributed attach train --take")
-    watcher.ok("%%distributed --out res\nx = x + 1\nx")
-    assert watcher.value("res.values") == [8, 8]
-    # What this process has attached before may give jobs as well.
-    assert watcher.value("session.pull('x')") == {"x": [8, 8]}
-    assert f"(pid {watcher.pid} on " in owner.fails("%%distributed\nx").evalue
-    owner.ok("import nblaunch\nback = nblaunch.Session.attach('train', take=True)")
-    owner.ok("%%distributed --out res\nx")
-    assert owner.value("res.values") == [8, 8]
-    assert f"(pid {owner.pid} on " in watcher.fails("session.run(int)").evalue
-
-
 SLOW = """
 %%distributed
 import time

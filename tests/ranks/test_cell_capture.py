@@ -354,7 +354,6 @@ def test_the_cell_shadows_a_builtin_on_its_ranks_only(kernel):
     assert kernel.value("[len([1]), max(1, 2)]") == [1, 2]
 
 
-@pytest.mark.quick
 def test_rank_local_rank_world_size_and_device_are_the_ranks_own(kernel):
     names = "rank, local_rank, world_size, device"
     kernel.ok(f"{names} = 'mine', 'my', 'own', 'names'\ndef who(): return {names}")
@@ -394,7 +393,6 @@ def test_a_class_that_is_changed_between_runs_has_changed_on_ranks(kernel):
 # --- what stays ------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_nothing_that_ranks_do_changes_the_notebook(kernel):
     kernel.ok("""
     import numpy as np, torch
@@ -489,7 +487,6 @@ box = {"late": Late()}
 """
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("setup", "body", "path", "kind"),
     sampled([

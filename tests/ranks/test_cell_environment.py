@@ -25,7 +25,6 @@ def printed_by(world_size):
 # --- the programs that everyone starts from ----------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("world_size", sampled([2, 4]))
 @pytest.mark.parametrize("program", [STARTER, STARTER_WITH_MAIN], ids=["script", "main"])
 def test_a_starter_program_pasted_into_a_cell_runs_as_it_is(kernel, program, world_size):
@@ -121,7 +120,6 @@ def test_subgroups_of_the_default_group_work(kernel):
     assert kernel.value("res.values") == [1, 1, 5, 5]
 
 
-@pytest.mark.quick
 def test_a_default_process_group_is_there_unless_it_is_not_wanted(kernel):
     body = "import torch.distributed as dist\ndist.is_initialized(), rank, world_size"
     kernel.ok(f"%%distributed -n 2 --out res\n{body}")
@@ -153,7 +151,6 @@ def test_the_backend_that_is_asked_for_is_the_groups(kernel):
 # --- the environment -------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_torchruns_variables_are_there(kernel):
     kernel.ok(
         "%%distributed -n 2 --out res --max-restarts 2 --role trainer\n"
@@ -186,7 +183,6 @@ def test_torchruns_variables_are_there(kernel):
         }
 
 
-@pytest.mark.quick
 def test_variables_for_the_ranks_only_reach_the_ranks_only(kernel):
     kernel.ok("""
     %%distributed -n 2 --out res --env NBTEST_A=1 --env "NBTEST_B=two words = 3" --env NBTEST_C=
@@ -197,7 +193,6 @@ def test_variables_for_the_ranks_only_reach_the_ranks_only(kernel):
     assert kernel.value("[name for name in __import__('os').environ if name.startswith('NBTEST_')]") == []
 
 
-@pytest.mark.quick
 def test_the_environment_is_that_of_now_not_of_the_fork_servers_start(kernel):
     kernel.ok("%%distributed -n 2 --out first\n1")
     kernel.ok("import os\nos.environ['NBTEST_NEW'] = 'é ü'\nkept = os.environ.pop('HOME')")
@@ -226,7 +221,6 @@ def test_the_kernels_own_variables_of_a_launcher_do_not_reach_the_ranks(kernel):
     assert kernel.value("res.values") == [["0", "2"], ["1", "2"]]
 
 
-@pytest.mark.quick
 def test_each_rank_has_one_thread_unless_the_user_says_otherwise(kernel):
     body = "import os, torch\nos.environ['OMP_NUM_THREADS'], torch.get_num_threads()"
     kernel.ok("import os\nos.environ.pop('OMP_NUM_THREADS', None)")

@@ -25,7 +25,6 @@ def alive(kernel, pids):
 # --- what the reader is told -----------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_the_error_names_the_rank_the_exception_and_the_cells_own_line(kernel):
     error = kernel.fails(FAILS_ON_RANK_1)
     assert error.ename == "RunFailedError"
@@ -104,7 +103,6 @@ def test_a_rank_that_ends_without_a_value_is_a_failure_whatever_ends_it(kernel, 
 # --- restarts, time limits, interrupts -------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_with_a_restart_the_values_are_those_of_the_last_attempt(kernel):
     kernel.ok("""
     %%distributed -n 2 --out res --max-restarts 1
@@ -129,7 +127,6 @@ def test_with_a_restart_the_values_are_those_of_the_last_attempt(kernel):
     assert kernel.value("[each.stdout for each in res.ranks]") == ["attempt 1\n"] * 2
 
 
-@pytest.mark.quick
 def test_an_interrupt_ends_the_cell_and_the_kernel_goes_on(kernel, tmp_path, eventually):
     pending = kernel.submit(f"""
     %%distributed -n 2 --out res --grace 2

@@ -35,7 +35,6 @@ PLAIN = [
 ]
 
 
-@pytest.mark.quick
 def test_plain_objects_come_back_equal_and_in_rank_order(kernel):
     kernel.ok(f"expressions = {PLAIN!r}")
     kernel.ok("%%distributed -n 2 --out res\n[eval(each, {'rank': rank}) for each in expressions]")
@@ -112,7 +111,6 @@ def tensors(rank):
 """
 
 
-@pytest.mark.quick
 def test_cpu_tensors_of_every_kind_come_back_equal_and_writable(kernel):
     kernel.ok(TENSORS)
     kernel.ok("%%distributed -n 2 --out res\nlist(tensors(rank))")
@@ -133,7 +131,6 @@ def test_cpu_tensors_of_every_kind_come_back_equal_and_writable(kernel):
     """)
 
 
-@pytest.mark.quick
 def test_models_come_back_as_the_notebooks_own_class(kernel):
     kernel.ok("""
     import torch

@@ -36,7 +36,6 @@ def named(name, found):
     return only([level, summary, advice] for each, level, summary, advice in found if each == name)
 
 
-@pytest.mark.quick
 @pytest.mark.usefixtures("nothing_more")
 def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong_and_leaves_nothing():
     before = set(threading.enumerate())

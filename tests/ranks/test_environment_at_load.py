@@ -35,7 +35,6 @@ def openblas_threads():
     return found
 
 
-@pytest.mark.quick
 def test_forks_name_what_they_cannot_heed():
     result = nblaunch.run(look, nproc=2, env=CHANGED)
     (warning,) = result.warnings

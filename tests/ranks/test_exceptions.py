@@ -79,7 +79,6 @@ def fail_while_failing():
         raise TypeError("the third")  # noqa: B904 - that it has a context is what is tested
 
 
-@pytest.mark.quick
 def test_a_chain_of_exceptions_is_told_from_its_beginning():
     failure, error = raised(fail_while_failing)
     order = [

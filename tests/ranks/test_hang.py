@@ -235,7 +235,6 @@ def test_a_rank_that_answers_while_its_stacks_are_read_is_in_the_report_once():
 # --- through a notebook ----------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_a_cell_that_hangs_is_reported_in_lines_of_the_cell(kernel):
     kernel.ok("import time, torch, torch.distributed as dist")
     error = kernel.fails(

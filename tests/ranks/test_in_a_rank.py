@@ -40,7 +40,6 @@ def test_a_rank_may_have_processes_of_its_own(method):
         assert pool.map(abs, [-1, 2, -3]) == [1, 2, 3]
 
 
-@pytest.mark.quick
 def test_the_workers_of_a_data_loader_work():
     data = TensorDataset(torch.arange(8))
     sampler = DistributedSampler(data, shuffle=False)

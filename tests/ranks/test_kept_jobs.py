@@ -148,7 +148,6 @@ def test_an_older_job_is_read_from_its_file_and_is_the_same(detached):
     assert session.jobs[-1].result().values == [9, 9]
 
 
-@pytest.mark.quick
 def test_a_job_is_kept_though_its_client_releases_it_while_it_runs(detached, tmp_path):
     session = detached()
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 5))
@@ -517,7 +516,6 @@ def test_logs_show_a_job_that_runs_and_one_that_has_ended(detached, tmp_path):
     assert sorted(again.stdout.splitlines()) == ["[rank 0] job 7", "[rank 1] job 7"]
 
 
-@pytest.mark.quick
 def test_logs_follow_a_job_in_order_until_it_ends(detached, following, tmp_path):
     session = detached()
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 300))

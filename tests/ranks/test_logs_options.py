@@ -218,7 +218,6 @@ def test_lines_with_certain_words_of_all_ranks_are_in_a_file_of_their_own(eventu
     )
 
 
-@pytest.mark.quick
 @needs_line_filters
 def test_filtered_lines_begin_as_the_template_says(eventually):
     result = nblaunch.run(

@@ -119,6 +119,7 @@ def test_the_values_of_the_other_ranks_are_kept():
     assert "failed, root cause: rank 1: ValueError" in repr(result)
 
 
+@pytest.mark.full
 def test_notes_attributes_and_causes_of_an_exception_survive():
     def action():
         error = OSError(2, "gone", "/some/file")
@@ -140,6 +141,7 @@ def test_notes_attributes_and_causes_of_an_exception_survive():
     assert "direct cause" in part.failure.traceback
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("exception", "arguments", "message"),
     [
@@ -165,6 +167,7 @@ def test_an_exception_that_cannot_be_sent_is_told_in_words(exception, arguments,
             error.result[1]
 
 
+@pytest.mark.full
 def test_a_megabyte_of_exception_text_is_cut_in_the_middle():
     def action():
         raise ValueError("begin " + "x" * 1_000_000 + " end")
@@ -181,6 +184,7 @@ def test_a_megabyte_of_exception_text_is_cut_in_the_middle():
     assert len(str(error.__cause__)) > 1_000_000
 
 
+@pytest.mark.full
 def test_a_keyboard_interrupt_of_the_jobs_own_is_a_failure_of_its_rank():
     def action():
         raise KeyboardInterrupt
@@ -242,6 +246,7 @@ def test_sys_exit_without_a_code_ends_a_job_well(code):
     assert (result.ranks[1].state, result.ranks[1].exitcode) == ("SUCCEEDED", 0)
 
 
+@pytest.mark.full
 def test_a_job_that_closes_every_descriptor_still_ends():
     """A rank that cannot speak any more; its ZMQ may find that out before it leaves."""
 
@@ -279,6 +284,7 @@ def test_a_value_that_cannot_be_unpickled_is_a_failure_of_its_rank_that_says_so(
 # --- time ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_run_that_takes_longer_than_its_timeout_is_ended():
     def job():
         if os.environ["RANK"] == "0":
@@ -383,6 +389,7 @@ def test_wrong_options_and_values_that_cannot_be_sent_are_refused_before_any_pro
         assert "_thread.lock" in message
 
 
+@pytest.mark.full
 def test_errors_can_be_pickled_with_all_that_they_know():
     import pickle
 
@@ -415,6 +422,7 @@ def test_an_uncaught_failure_of_a_script_shows_the_ranks_traceback(script):
     assert 'raise ValueError("in a script")' in done.stderr
 
 
+@pytest.mark.full
 def test_a_killed_rank_leaves_no_directory_of_torchs():
     """torch 2.8 makes one for templates with the first DDP; a later torch makes none."""
 

@@ -99,6 +99,7 @@ def test_arguments_that_are_no_tuple_are_refused(args):
         nblaunch.run(print, cast("tuple[()]", args), nproc=2)
 
 
+@pytest.mark.full
 def test_a_rank_cannot_start_ranks_of_its_own():
     def nested():
         said = []
@@ -223,6 +224,7 @@ def test_many_threads_of_the_caller_do_no_harm():
             thread.join()
 
 
+@pytest.mark.full
 def test_the_callers_own_process_group_is_left_as_it_is():
     def reduced():
         from torch import distributed
@@ -242,6 +244,7 @@ def test_the_callers_own_process_group_is_left_as_it_is():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_several_runs_at_the_same_time_do_not_mix():
     def job(tag):
         for number in range(200):
@@ -342,6 +345,7 @@ def test_values_go_to_the_ranks_and_come_back_equal(call):
             assert (type(came_back[name]), came_back[name]) == (type(value), value), name
 
 
+@pytest.mark.full
 def test_an_object_of_a_class_that_only_the_caller_has_comes_back_as_that_class():
     class Mine:
         def __init__(self, number):
@@ -392,12 +396,14 @@ def test_the_result_holds_each_ranks_part_by_number():
 
 def test_a_rank_that_took_no_part_is_a_key_error():
     result = nblaunch.run(lambda: 1, nproc=2)
-    for rank in (2, -1, "0", None, [0]):
+    wrong: list[Any] = [2, -1, "0", None, [0]]
+    for rank in wrong:
         for part in (result, result.ranks):
             with pytest.raises(KeyError, match="took no part"):
                 part[rank]
 
 
+@pytest.mark.full
 def test_a_result_can_be_pickled():
     def job():
         print("text")
@@ -410,6 +416,7 @@ def test_a_result_can_be_pickled():
     assert (copy.ok, copy.world_size, copy.devices) == (True, 2, result.devices)
 
 
+@pytest.mark.full
 def test_values_outlive_the_result_and_everything_it_keeps():
     tensor, array = nblaunch.run(lambda: (torch.ones(1_000_000), np.ones(1_000_000)), nproc=1)[0]
     gc.collect()
@@ -418,6 +425,7 @@ def test_values_outlive_the_result_and_everything_it_keeps():
     assert tensor.sum().item() == array.sum() == 2_000_000
 
 
+@pytest.mark.full
 def test_logs_are_private_and_go_with_the_result(eventually):
     result = nblaunch.run(lambda: print("kept"), nproc=2)
     directory = result.log_dir
@@ -436,6 +444,7 @@ def test_logs_are_private_and_go_with_the_result(eventually):
 # --- a rank is an ordinary Python program ----------------------------------------------------------
 
 
+@pytest.mark.full
 def test_random_numbers_differ_between_ranks_and_between_runs():
     def draw():
         return (
@@ -462,6 +471,7 @@ def test_multiprocessing_starts_as_it_does_in_any_python():
     assert multiprocessing.get_start_method(allow_none=True) == before
 
 
+@pytest.mark.full
 def test_functions_registered_with_atexit_run_when_the_rank_ends(tmp_path):
     def job():
         import atexit

@@ -97,7 +97,6 @@ def test_a_character_cut_by_two_writes_is_whole():
     assert printed(job) == [("\N{SNOWMAN}\n", "between\n")]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(0), os.abort])
 def test_what_was_printed_before_a_sudden_death_is_there(end):
     def job():

@@ -261,7 +261,7 @@ DTYPES = [
 
 def test_tensors_and_arrays_keep_their_dtype_and_strides_both_ways_and_can_be_written_to(pair):
     base = torch.arange(60_000).reshape(200, 300)
-    sent = {f"as_{str(dtype).removeprefix('torch.')}": base.to(dtype).T for dtype in DTYPES}
+    sent: dict[str, Any] = {f"as_{str(dtype).removeprefix('torch.')}": base.to(dtype).T for dtype in DTYPES}
     sent |= {"sliced": base[::2, 1::3], "wide": base[:1].expand(5, 300), "array": base.numpy().T}
     sent |= {"big_endian": np.arange(10_000, dtype=">i4"), "scalar": np.array(5, dtype=np.int16)}
     sent |= {
@@ -389,6 +389,7 @@ def test_two_sessions_at_once_have_nothing_to_do_with_each_other(session, pair):
     assert set(session.run(os.getpid).values).isdisjoint(pair.run(os.getpid).values)
 
 
+@pytest.mark.full
 def test_two_sessions_work_at_the_same_time(session, pair, tmp_path):
     """Each waits for the other."""
     first = session.submit(meet, (tmp_path / "a", tmp_path / "b"))
@@ -454,6 +455,7 @@ def cell_job(source: str) -> tuple[Any, ...]:
     return CellJob(source, "<session cell>", "session cell", first_line=1), cell_names(source), {}
 
 
+@pytest.mark.full
 def test_a_restart_ends_a_job_that_is_running_and_gives_new_ranks_without_variables(
     own, tmp_path, eventually
 ):
@@ -508,6 +510,7 @@ def test_a_session_that_has_ended_says_so(place):
     ended.interrupt()
 
 
+@pytest.mark.full
 def test_a_with_statement_closes_the_session_whatever_happens(place):
     def use_it(pids):
         with place(2) as session:
@@ -520,6 +523,7 @@ def test_a_with_statement_closes_the_session_whatever_happens(place):
     assert not any(map(psutil.pid_exists, pids))
 
 
+@pytest.mark.full
 def test_a_session_that_is_forgotten_leaves_nothing_behind(place, eventually):
     session = place(2)
     pids = session.run(os.getpid).values
@@ -625,6 +629,7 @@ def test_cancel_interrupts_a_job_and_costs_nothing(session, tmp_path, eventually
     assert session.run(lambda: 1).ok
 
 
+@pytest.mark.full
 def test_a_job_that_is_cancelled_at_once_ends_at_once(session):
     for _ in range(5):
         handle = session.submit(time.sleep, (1000,))
@@ -696,6 +701,7 @@ def test_a_timeout_is_that_of_each_job_and_costs_no_variable(place):
         assert session.status().attempt == 0
 
 
+@pytest.mark.full
 def test_a_session_opened_and_closed_in_a_thread(place, eventually):
     values: list[Any] = []
 

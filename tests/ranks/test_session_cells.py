@@ -75,6 +75,7 @@ def test_a_variable_and_a_function_of_the_notebook_are_those_of_now(kernel):
     assert kernel.value("res.values") == [[-rank, rank] for rank in range(4)]
 
 
+@pytest.mark.full
 def test_a_subset_of_the_ranks(kernel):
     ran = kernel.ok("%%distributed --ranks 0,2-3 --out res\nprint('here')\nrank")
     assert kernel.value("[res.values, len(res), list(res.ranks.keys())]") == [[0, 2, 3], 3, [0, 2, 3]]
@@ -151,6 +152,7 @@ def test_the_stop_button_keeps_the_variables(kernel, tmp_path, eventually):
 # --- several sessions, and runs beside them --------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_sessions_by_name_and_fresh_ranks_beside_them(kernel, place):
     kernel.ok("%%distributed\nwhose = 'default'")
@@ -185,6 +187,7 @@ def wait_until_fresh_ranks_have_left(kernel: Any) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_the_timeout_that_a_session_was_started_with_is_that_of_its_cells(kernel):
     kernel.ok("%distributed start -n 1 --session timed --timeout 1")
@@ -244,6 +247,7 @@ def test_status_and_stacks_of_idle_ranks(kernel):
     assert re.fullmatch(r"\[ranks 0-.*\] idle", kernel.ok("%distributed stacks").result)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_completion_of_what_lives_on_the_ranks(kernel):
     kernel.ok("%%distributed\nimport torch\nclass Net:\n    weight_decay = 1\nnetwork = Net()\n_hidden = 1")
@@ -271,6 +275,7 @@ def test_inspection_of_what_lives_on_a_rank(kernel):
 # --- in the background -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_cell_in_the_background_while_others_run(kernel, place, tmp_path):
     flag = tmp_path / "flag"
@@ -297,6 +302,7 @@ def test_a_cell_in_the_background_while_others_run(kernel, place, tmp_path):
     wait_until_fresh_ranks_have_left(kernel)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_what_a_background_cell_shows_is_shown_by_that_cell(kernel, tmp_path):
     """Not by the one that happens to run when it ends."""
@@ -347,6 +353,7 @@ def test_a_background_cell_can_be_stopped(kernel, eventually):
     assert background_threads(kernel) == []
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_background_cell_that_fails(kernel):
     kernel.ok("%%distributed --background --out handle\n1 / 0")
@@ -356,6 +363,7 @@ def test_a_background_cell_that_fails(kernel):
     assert kernel.fails("await handle").ename == "RunFailedError"
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_broken_background_cell_says_so_at_once(kernel):
     kernel.ok("import threading\nlock = threading.Lock()")
@@ -365,6 +373,7 @@ def test_a_broken_background_cell_says_so_at_once(kernel):
     assert kernel.value("res.values") == [1] * 4
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_background_cell_on_fresh_ranks(kernel, place):
     kernel.ok(f"%%distributed --background --fresh -n {2 // place.nodes} --out handle\nrank")
@@ -405,6 +414,7 @@ def test_with_auto_every_cell_runs_on_the_ranks(auto):
     assert "automatic" in auto.complete("automa")
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_with_auto_magics_and_local_cells_stay_in_the_notebook(auto, place):
     assert auto.ok("%%local\nhere = 1\nhere").result == "1"
@@ -418,6 +428,7 @@ def test_with_auto_magics_and_local_cells_stay_in_the_notebook(auto, place):
     wait_until_fresh_ranks_have_left(auto)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_with_auto_the_lines_of_tracebacks_are_those_of_the_cell(auto):
     error = auto.fails("x = 1\n\n1 / 0")
@@ -429,6 +440,7 @@ def test_with_auto_the_lines_of_tracebacks_are_those_of_the_cell(auto):
     assert "----> 3 1 / 0" in auto.fails("%%distributed\nx = 1\n1 / 0").traceback
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_local_cell_that_fails_stops_the_notebook_with_or_without_auto(kernel):
     assert reply_of(kernel, "%%local\n1 / 0") == "error"
@@ -509,6 +521,7 @@ def test_a_kernel_killed_in_a_cell_of_a_session_leaves_nothing(start_kernel, pla
     kernel.all_gone("a kernel was killed")
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_deleting_what_the_notebook_has_does_not_end_the_session(kernel):
     kernel.ok("%%distributed --out res\nstays = 1")
