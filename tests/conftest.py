@@ -115,7 +115,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     plain = config.option.markexpr.strip() == QUICK_LANE and config.args == config.getini("testpaths")
     if not plain or collection_path.suffix != ".py" or UNIT in collection_path.parents:
         return None
-    return None if "quick" in collection_path.read_text(encoding="utf-8") else True
+    return None if "pytest.mark.quick" in collection_path.read_text(encoding="utf-8") else True
 
 
 @pytest.hookimpl(wrapper=True)
