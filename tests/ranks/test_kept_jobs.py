@@ -88,6 +88,14 @@ def detached(place):
         each.close()
 
 
+@pytest.fixture(scope="module")
+def session(place):
+    """Give the detached session that tests share which look at their own jobs alone."""
+    with place(RANKS, name="shared", detach=True) as opened:
+        opened.run(printed, (0,))  # it keeps files open
+        yield opened
+
+
 def asked(session, request):
     """Return the runtime's answer to a request about a session."""
     return session._live._runtime.ask(request)
@@ -113,10 +121,9 @@ def state_of(session, number):
 # --- which jobs, and where -------------------------------------------------------------------------
 
 
-def test_the_last_fifty_jobs_are_kept_whatever_becomes_of_their_results(detached):
-    session = detached()
+def test_the_last_fifty_jobs_are_kept_whatever_becomes_of_their_results(session):
     session.run(printed, (0,))
-    (first,) = session.jobs
+    first = session.jobs[-1]
     for number in range(1, MOST_JOBS + 10):
         session.run(printed, (number,))
     assert len(session.jobs) == MOST_JOBS
@@ -133,7 +140,7 @@ def test_the_last_fifty_jobs_are_kept_whatever_becomes_of_their_results(detached
 def test_an_older_job_is_read_from_its_file_and_is_the_same(detached):
     session = detached()
     session.run(printed, (0,))
-    (job,) = session.jobs
+    job = session.jobs[-1]
     before = state_of(session, job.number)
     file = root_of(session) / f"job-{job.number}"
     for number in range(1, IN_MEMORY):
@@ -148,15 +155,14 @@ def test_an_older_job_is_read_from_its_file_and_is_the_same(detached):
     assert session.jobs[-1].result().values == [9, 9]
 
 
-def test_a_job_is_kept_though_its_client_releases_it_while_it_runs(detached, tmp_path):
-    session = detached()
+def test_a_job_is_kept_though_its_client_releases_it_while_it_runs(session, tmp_path):
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 5))
     eventually((tmp_path / "begun-1").exists, "the job runs")
-    (job,) = session.jobs
+    job = session.jobs[-1]
     session._live._runtime.note(wire.ReleaseJob(job=job.number, pid=os.getpid()))
     (tmp_path / "go").touch()
     handle.result()
-    assert session.jobs[0].result().ranks[0].stdout.startswith("line 0\nline 1\n")
+    assert session.jobs[-1].result().ranks[0].stdout.startswith("line 0\nline 1\n")
 
 
 # --- values ----------------------------------------------------------------------------------------
@@ -199,12 +205,11 @@ def numbers():
     return torch.zeros(4 * MIB)
 
 
-def test_what_a_client_writes_to_a_value_stays_with_it(detached):
-    session = detached()
+def test_what_a_client_writes_to_a_value_stays_with_it(session):
     value = session.run(numbers).values[0]
     value += 1
-    assert session.jobs[0].result().values[0].sum() == 0
-    assert session.jobs[0].result().values[0].sum() == 0, "the runtime has it still"
+    assert session.jobs[-1].result().values[0].sum() == 0
+    assert session.jobs[-1].result().values[0].sum() == 0, "the runtime has it still"
 
 
 CLIENT = """
@@ -493,9 +498,9 @@ def following():
         each.communicate()
 
 
-def test_logs_show_a_job_that_runs_and_one_that_has_ended(detached, tmp_path):
-    session = detached()
+def test_logs_show_a_job_that_runs_and_one_that_has_ended(session, tmp_path):
     session.run(printed, (7,))
+    earlier = session.jobs[-1].number
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 200))
     eventually((tmp_path / "begun-1").exists, "the job runs")
     eventually(lambda: "[rank 1] line 3\n" in logs(session._live.name).stdout, "its output so far")
@@ -507,17 +512,16 @@ def test_logs_show_a_job_that_runs_and_one_that_has_ended(detached, tmp_path):
         assert lines == [f"[rank {rank}] line {number}" for number in range(count)]
         errors = [line for line in whole.stderr.splitlines() if line.startswith(f"[rank {rank}] ")]
         assert errors == [f"[rank {rank}] error {number}" for number in range(count)]
-    first = logs(session._live.name, "--job", str(session.jobs[0].number))
+    first = logs(session._live.name, "--job", str(earlier))
     assert sorted(first.stdout.splitlines()) == ["[rank 0] job 7", "[rank 1] job 7"]
     for number in range(IN_MEMORY + 1):
         session.run(printed, (number,))
-    eventually(lambda: len(files(root_of(session))) == 3, "the first one is on disk alone")
-    again = logs(session._live.name, "--job", str(session.jobs[0].number))
+    eventually((root_of(session) / f"job-{earlier}").exists, "the first one is on disk alone")
+    again = logs(session._live.name, "--job", str(earlier))
     assert sorted(again.stdout.splitlines()) == ["[rank 0] job 7", "[rank 1] job 7"]
 
 
-def test_logs_follow_a_job_in_order_until_it_ends(detached, following, tmp_path):
-    session = detached()
+def test_logs_follow_a_job_in_order_until_it_ends(session, following, tmp_path):
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 300))
     eventually((tmp_path / "begun-1").exists, "the job runs")
     follower = following(session._live.name)
@@ -557,8 +561,7 @@ def test_a_follower_that_does_not_read_for_a_while_misses_nothing(detached, foll
         assert numbers == list(range(-1, 12 * 1024))
 
 
-def test_a_follower_is_interrupted_quietly_and_the_job_goes_on(detached, following, tmp_path):
-    session = detached()
+def test_a_follower_is_interrupted_quietly_and_the_job_goes_on(session, following, tmp_path):
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 5))
     eventually((tmp_path / "begun-1").exists, "the job runs")
     follower = following(session._live.name)
