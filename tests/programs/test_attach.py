@@ -489,7 +489,7 @@ print(json.dumps(rounds))
 
 
 @pytest.mark.parametrize(
-    ("moments", "seed"), [(5, SEED), pytest.param(100, SEED + 1, marks=pytest.mark.slow)]
+    ("moments", "seed"), [(2, SEED), pytest.param(100, SEED + 1, marks=pytest.mark.slow)]
 )
 @pytest.mark.usefixtures("detached_kernels")
 def test_both_have_the_whole_result_where_one_takes_the_session_at_any_moment_of_the_others_job(
@@ -537,7 +537,8 @@ print(json.dumps([*told, same]))
 """
 
 
-@pytest.mark.parametrize("cells", [300, pytest.param(2880, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cells", [2880])
 @pytest.mark.usefixtures("detached_kernels")
 def test_an_attached_client_that_reads_nothing_costs_the_runtime_no_memory_in_a_day_of_cells(cells):
     """2,880 are a cell each half minute of a day; each binds a name, of which every client is told."""

@@ -133,6 +133,7 @@ def test_sockets_that_a_cleaner_removed_are_bound_again_without_a_client(owner, 
     assert other.value("res.values") == [7, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other", ["platform.python_version = lambda: '3.99.0'", slow("found._release = '9.9.0'")]
 )

@@ -145,6 +145,7 @@ def test_two_nodes_are_one_run_whose_values_and_output_come_in_rank_order(meetin
     assert ended(node)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_open_its_group_ends_with_the_reason_which_the_notebook_has_too(meeting):
     """Another node can take its place."""
     cannot = meeting.join("--log-dir", "/proc/logs")

@@ -161,6 +161,7 @@ def test_hosts_that_cannot_talk_are_named_before_torch_waits_for_them(two):
     assert [f"{ONE} does not reach {TWO} at {b}" in each.summary for each in report.problems] == [True]
 
 
+@pytest.mark.slow
 def test_the_doctor_looks_at_hosts_and_gives_them_back(two):
     report = nblaunch.doctor(**on(two))
     assert report.ok

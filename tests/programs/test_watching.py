@@ -88,6 +88,7 @@ GIVING = (
 )
 
 
+@pytest.mark.slow
 def test_who_watches_and_gives_a_job_is_told_who_has_the_session(owner, detached_kernels):
     watcher = detached_kernels()
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')\nx = 9")

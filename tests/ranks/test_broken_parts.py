@@ -68,6 +68,7 @@ def failing_without_a_cause(job, nproc, error):
 # --- the fork server and its keeper ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @SIZES
 def test_all_ranks_are_lost_with_the_fork_server(nproc, tmp_path):
     must_work(nproc)
@@ -115,6 +116,7 @@ def broken(*_):
 """
 
 
+@pytest.mark.slow
 @SIZES
 def test_an_agent_that_raises_ends_its_ranks_and_says_what_it_raised(nproc, tmp_path, poke):
     usual(nproc)

@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from lanes import full, sampled
+from lanes import sampled, slow
 from sources import INTERRUPTER, said_by
 
 GRACE = 2.0
@@ -112,7 +112,7 @@ print("done")
 @pytest.mark.parametrize(
     ("seed", "lines", "file"),
     [
-        full((0, 6, "/nblaunch/client/run.py")),
+        slow((0, 6, "/nblaunch/client/run.py")),
         pytest.param(1, 600, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )

@@ -301,6 +301,7 @@ def small_disk(monkeypatch, tmp_path):  # noqa: ARG001 - which lies elsewhere
         place.rmdir()
 
 
+@pytest.mark.slow
 def test_where_the_private_disk_is_full_nothing_is_lost_of_what_has_its_logs_elsewhere(
     detached, small_disk, tmp_path
 ):
@@ -391,14 +392,17 @@ def test_the_private_log_of_a_job_that_prints_much_is_bounded_and_says_what_is_g
         assert first == f"[{24 * MIB - len(''.join(rest)):,} bytes before this are no longer kept]\n"
 
 
+OF_EACH = 4
+
+
 def test_in_a_directory_of_the_users_own_logs_are_complete(detached, small_logs, tmp_path):  # noqa: ARG001
     (tmp_path / "go").touch()
     session = detached(log_dir=str(tmp_path / "logs"))
     for _ in range(few_kept.JOBS + 2):
-        result = session.run(flood, (8, tmp_path / "go"))
-        assert {len(each.stdout) for each in result.ranks} == {8 * MIB}
+        result = session.run(flood, (OF_EACH, tmp_path / "go"))
+        assert {len(each.stdout) for each in result.ranks} == {OF_EACH * MIB}
     files = list((tmp_path / "logs").glob("*/attempt_0/*/stdout.log"))
-    assert [each.stat().st_size for each in files] == [(few_kept.JOBS + 2) * 8 * MIB] * RANKS
+    assert [each.stat().st_size for each in files] == [(few_kept.JOBS + 2) * OF_EACH * MIB] * RANKS
     assert all(each.stat().st_blocks * 512 >= each.stat().st_size for each in files)
 
 
@@ -537,7 +541,8 @@ def test_logs_follow_a_job_in_order_until_it_ends(session, following, tmp_path):
         assert errors.count(f"[rank {rank}] error ") == count
 
 
-@pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", [False, True])
 def test_a_follower_that_does_not_read_for_a_while_misses_nothing(detached, following, ended, tmp_path):
     session = detached()
     handle = session.submit(gated, (tmp_path / "begin", 12, tmp_path / "go"))

@@ -177,8 +177,8 @@ def log_with_fabric(package):
         fabric.log("loss", fabric.global_rank + step, step=10 * step)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("package", [slow("lightning"), "lightning_fabric"])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning", "lightning_fabric"])
 def test_what_fabric_logs_is_logged(session, package):
     needs(package)
     result = session.run(log_with_fabric, (package,))

@@ -234,7 +234,7 @@ def test_more_collectives_than_the_recorder_keeps_are_all_there():
     assert (use.count, use.group) == (2000, "default_pg")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_sleep_of_5_ms_on_one_of_8_ranks_is_named_in_every_step():
     with nblaunch.Session(RANKS, profile=True) as eight:

@@ -229,7 +229,7 @@ def test_ranks_on_two_nodes_are_reported_with_their_hosts():
     assert TOKEN not in str(told)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_64_ranks_with_long_output_are_reported_in_4000_tokens():
     def job():
         rank = int(os.environ["RANK"])

@@ -403,7 +403,7 @@ def test_errors_can_be_pickled_with_all_that_they_know():
     assert copy.result.values == ["kept", None]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_uncaught_failure_of_a_script_shows_the_ranks_traceback(script):
     done = script(
         """
@@ -439,7 +439,7 @@ def test_a_killed_rank_leaves_no_directory_of_torchs():
     assert not made or not pathlib.Path(made).exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_that_cannot_connect_says_why(poke):
     poke("type(local.hub).address = property(lambda _: 'nowhere://at.all')")
     with pytest.raises(nblaunch.LaunchError, match="could not be started") as caught:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from chaos import on_ranks, soon, usual, wait_for_the_others
-from lanes import full, sampled
+from lanes import sampled
 from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, fail, grow_a_tree
 
@@ -606,8 +606,8 @@ def test_heals_let_nothing_grow_in_the_ranks(session):
 
 @pytest.mark.parametrize(
     ("warm_up", "times", "windows"),
-    [full((30, 10, 2)), pytest.param(100, 250, 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
-    ids=["50 cells", "1100 cells"],
+    [pytest.param(100, 250, 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    ids=["1100 cells"],
 )
 def test_cells_in_one_session_let_nothing_grow(warm_up, times, windows, tmp_path, place):
     options = json.dumps(place.options(2))
