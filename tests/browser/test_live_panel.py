@@ -230,27 +230,6 @@ def test_ten_ranks_are_tiles_of_which_one_is_chosen(front, gate):
     assert front.is_running()
 
 
-@pytest.mark.slow
-@pytest.mark.once
-def test_64_ranks_are_calm_and_readable(front, gate):
-    options = "%%distributed -n 64 --no-init"
-    front.start(
-        f"{options}\nprint('hello from all')\nif rank == 63:\n    print('and from me')\n{gate.wait()}"
-    )
-    tiles = front.panel.get_by_role("gridcell", name=re.compile(r"^Rank \d+, RUNNING$"))
-    expect(tiles).to_have_count(64, timeout=60_000)
-    expect(front.output).to_contain_text(re.compile(r"\[ranks 0-63\]\s*hello from all"))
-    front.panel.get_by_role("gridcell", name="Rank 63, RUNNING").click()
-    expect(front.panel.get_by_role("article", name="Rank 63", exact=True)).to_contain_text("and from me")
-    size = front.panel.bounding_box()
-    assert size["height"] < 900
-    assert front.panel.evaluate("(panel) => panel.scrollWidth <= panel.clientWidth")
-    front.screenshot("live")
-    gate.open()
-    front.finished()
-    expect(front.outputs.last).to_contain_text("SUCCEEDED")
-
-
 @pytest.mark.once
 def test_the_rank_that_another_waits_for_in_a_collective_is_marked(front, gate):
     body = "import torch, torch.distributed as dist\nif rank == 1:\n"

@@ -786,19 +786,6 @@ def test_names_with_spaces_and_letters_of_any_language_are_fine(world, tmp_path)
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_directory_that_is_removed_between_runs_is_made_again(finished, world):
-    assert finished(f"""
-{JOB}
-import json, shutil
-from nblaunch.client.local import local
-kept = nblaunch.run(job, nproc=2)
-shutil.rmtree(local().directory.root())
-print(json.dumps([nblaunch.run(job, nproc=2).values for _ in range(2)]))
-""") == [[0, 1], [0, 1]]
-    world.must_be_clean()
-
-
 # --- a fork of the kernel --------------------------------------------------------------------------
 
 FORK = """

@@ -146,17 +146,6 @@ def test_a_job_that_is_cancelled_from_outside_is_named(hosts, request_nodes):
     assert held.ended == [f"slurm job {number} has ended: CANCELLED"]
 
 
-@pytest.mark.slow
-def test_a_job_that_is_cancelled_while_it_waits_is_named(hosts, full_cluster, request_nodes):
-    waiting = request_nodes()
-    waiting.until(lambda said: said.state is EngineState.WAITING, "it waits", SOON)
-    number = waiting.said[-1].id
-    hosts.run("scancel", number)
-    cluster.eventually(lambda: waiting.ended, "it is said that the job has ended", NAMED)
-    assert waiting.ended == [f"slurm job {number} has ended: CANCELLED"]
-    assert number > full_cluster
-
-
 def test_what_slurm_refuses_is_said_in_its_words(request_nodes):
     refused = request_nodes(words=("-p", "nowhere"))
     cluster.eventually(lambda: refused.ended, "it is refused", NAMED)

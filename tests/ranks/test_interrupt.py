@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,15 +17,6 @@ from sources import INTERRUPTER, said_by
 
 GRACE = 2.0
 
-WORK = """
-%%distributed -n 2 --grace 2 --out res
-import time, torch, torch.distributed as dist
-for step in range(40):
-    dist.all_reduce(torch.ones(10_000))
-    time.sleep(0.01)
-print("value")
-torch.full((3_000_000,), rank)
-"""
 
 # All below the kernel but the keeper, the fork server and the runtime.
 RANKS_LEFT = "list(map(str, __import__('psutil').Process().children(recursive=True)))[3:]"
@@ -41,33 +31,7 @@ def works_again(kernel):
         assert time.monotonic() < deadline, left
 
 
-@pytest.fixture
-def usual(kernel):
-    """Return the seconds that the cell takes when nobody interrupts it."""
-    kernel.ok(WORK)
-    return kernel.ok(WORK).seconds
-
-
 # --- at any moment ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(20))
-def test_an_interrupt_at_a_random_time(kernel, usual, number):
-    moment = random.Random(number).uniform(0, usual)
-    pending = kernel.submit(WORK)
-    time.sleep(moment)
-    kernel.interrupt()
-    interrupted = time.perf_counter()
-    ran = pending.finish()
-    seconds = time.perf_counter() - interrupted
-    if ran.error is None:
-        # The cell was quicker than before, and had just ended.
-        assert kernel.value("[len(each) for each in res.values]") == [3_000_000] * 2
-    else:
-        assert ran.error.ename == "KeyboardInterrupt"
-        assert seconds < GRACE + 1 + usual
-    works_again(kernel)
 
 
 EVERY_LINE = (

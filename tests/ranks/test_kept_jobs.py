@@ -7,12 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
-import disks
 import few_kept
 import pytest
 from patience import eventually
@@ -92,7 +90,10 @@ def detached(place):
 def session(place):
     """Give the detached session that tests share which look at their own jobs alone."""
     with place(RANKS, name="shared", detach=True) as opened:
-        opened.run(printed, (0,))  # it keeps files open
+        opened.run(printed, (0,))  # it keeps files open, and a connection for what is asked meanwhile
+        handle = opened.submit(time.sleep, (0.5,))
+        eventually(lambda: len(opened.jobs) == 2, "the job has begun")
+        handle.result()
         yield opened
 
 
@@ -287,58 +288,6 @@ def test_fresh_ranks_leave_no_files(tmp_path):
     (tmp_path / "go").touch()
     nblaunch.run(counting, (tmp_path / "begun-", tmp_path / "go", 200), nproc=RANKS)
     assert list(local().runtime.root.glob("job-*")) == []
-
-
-@pytest.fixture
-def small_disk(monkeypatch, tmp_path):  # noqa: ARG001 - which lies elsewhere
-    """Give a file system of 8 MiB, where runtimes have their private directories."""
-    place = Path(tempfile.mkdtemp(prefix="nbd-", dir="/tmp"))
-    try:
-        with disks.small_disk(place, "8m"):
-            monkeypatch.setattr(tempfile, "tempdir", str(place))
-            yield place
-    finally:
-        place.rmdir()
-
-
-@pytest.mark.slow
-def test_where_the_private_disk_is_full_nothing_is_lost_of_what_has_its_logs_elsewhere(
-    detached, small_disk, tmp_path
-):
-    session = detached(log_dir=str(tmp_path / "logs"))
-    assert root_of(session).parent == small_disk
-    full = small_disk / "others"
-    with contextlib.suppress(OSError), full.open("wb") as file:
-        while True:
-            file.write(bytes(MIB))
-    (tmp_path / "go").touch()
-    result = session.run(flood, (12, tmp_path / "go"))
-    assert result.values == ["done"] * RANKS
-    assert len(result.ranks[0].stdout) == 12 * MIB
-    first = session.jobs[0]
-    for number in range(IN_MEMORY + 1):
-        session.run(printed, (number,))
-    assert first.result().values == ["done"] * RANKS, "its state stays in memory"
-    shown = logs(session._live.name, "--job", str(first.number))
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout.count("\n") == RANKS * 12 * 1024
-
-
-@pytest.mark.slow
-def test_what_does_not_fit_on_the_disk_of_the_logs_is_dropped_and_counted(detached, small_disk, tmp_path):
-    session = detached()
-    assert root_of(session).parent == small_disk
-    (tmp_path / "go").touch()
-    result = session.run(flood, (12, tmp_path / "go"))
-    assert result.values == ["done"] * RANKS
-    (warning,) = [each for each in result.warnings if each.startswith("the disk that takes what ranks print")]
-    for each in result.ranks:
-        assert f" {12 * MIB - len(each.stdout):,} bytes of rank {each.rank}" in warning
-    assert session.jobs[0].result().warnings == result.warnings
-    shown = logs(session._live.name)
-    for each in result.ranks:
-        missing = f"{12 * MIB - len(each.stdout):,} bytes left out: its log is on a full disk"
-        assert f"[rank {each.rank}] {missing}\n" in shown.stderr
 
 
 # --- log files -------------------------------------------------------------------------------------
