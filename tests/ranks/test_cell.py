@@ -7,7 +7,7 @@ import re
 import pytest
 from lanes import sampled
 
-pytestmark = [pytest.mark.oldest, pytest.mark.quick]
+pytestmark = pytest.mark.oldest
 
 README_CELL = """
 %%distributed -n 2 --out res
@@ -56,7 +56,6 @@ def test_two_ranks_are_the_default_without_gpus(kernel):
     assert kernel.value("res.values") == [2, 2]
 
 
-@pytest.mark.full
 def test_a_result_can_be_used_in_the_next_cell(kernel):
     kernel.ok("%%distributed -n 2 --out res\nimport torch\ntorch.ones(2) * rank, [rank]")
     kernel.ok("%%distributed -n 2 --out res2\nres[rank][0].sum().item(), _[1][1], len(res), res.ok")
@@ -66,7 +65,6 @@ def test_a_result_can_be_used_in_the_next_cell(kernel):
     assert kernel.value("res3.values") == [[7, False, "ValueError('x')"]] * 2
 
 
-@pytest.mark.full
 def test_a_cell_that_closes_its_streams_ends_all_the_same(kernel):
     ran = kernel.ok("%%distributed -n 2 --out res\nimport sys\nsys.stdout.close()\nsys.stderr = None\nrank")
     assert kernel.value("[res.values, list(res.warnings)]") == [[0, 1], []]
@@ -84,7 +82,6 @@ def test_a_semicolon_suppresses_the_value(kernel):
     assert "5" not in ran.text
 
 
-@pytest.mark.full
 def test_a_cell_that_is_nothing_but_its_magic_is_told_to_be_empty(kernel):
     """By IPython itself, in its usual words: the magic is never called."""
     assert "the cell body is empty" in kernel.run("%%distributed -n 2 --out res").stderr
@@ -113,7 +110,6 @@ def test_display_in_a_rank_is_in_the_result_and_in_the_notebook(kernel):
     assert texts.index("before") < texts.index("a picture") < texts.index("after")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("how", "end"), sampled([("", ""), ("%matplotlib inline", "plt.show()")]))
 def test_figures_of_a_rank_are_shown(kernel, how, end):
     pytest.importorskip("matplotlib")
@@ -130,7 +126,6 @@ def test_figures_of_a_rank_are_shown(kernel, how, end):
         assert figure["image/png"].startswith("iVBORw0KGgo")
 
 
-@pytest.mark.full
 def test_both_streams_come_back_apart_and_in_order(kernel):
     ran = kernel.ok("""
     %%distributed -n 2 --out res
@@ -194,14 +189,12 @@ def test_a_cell_on_a_rank_runs_in_ipython(cell_door, body, value):
     assert cell_door(body) == value
 
 
-@pytest.mark.full
 def test_the_extension_may_be_loaded_again(kernel):
     kernel.ok("%load_ext nblaunch\n%reload_ext nblaunch")
     kernel.ok("%%distributed -n 2 --out res\nrank")
     assert kernel.value("res.values") == [0, 1]
 
 
-@pytest.mark.full
 def test_time_and_capture_work_above(kernel):
     timed = kernel.ok("%%time\n%%distributed -n 2 --out res\nrank")
     assert kernel.value("res.values") == [0, 1]
@@ -212,7 +205,6 @@ def test_time_and_capture_work_above(kernel):
     assert "hidden" in kernel.value("''.join(str(each.data) for each in shown.outputs)")
 
 
-@pytest.mark.full
 def test_it_can_be_called_while_an_event_loop_runs(kernel):
     kernel.ok("""
     import asyncio
@@ -227,7 +219,6 @@ def test_it_can_be_called_while_an_event_loop_runs(kernel):
     assert kernel.value("[told, res.values]") == ["and goes on", [0, 1]]
 
 
-@pytest.mark.full
 def test_names_and_expressions_in_the_line_expand_as_in_ipython(kernel):
     kernel.ok("ranks, parts, where = 3, ['a', 'b'], 'res'")
     kernel.ok("%%distributed -n $ranks --out {where + '_1'}\nworld_size")
@@ -235,7 +226,6 @@ def test_names_and_expressions_in_the_line_expand_as_in_ipython(kernel):
     assert kernel.value("[res_1.values, res.values]") == [[3, 3, 3], [2, 2]]
 
 
-@pytest.mark.full
 def test_a_comment_may_end_the_line(kernel):
     kernel.ok("%%distributed -n 2 --out res   # two of them, -n 3 would be more\nworld_size")
     assert kernel.value("res.values") == [2, 2]
@@ -247,13 +237,11 @@ def test_help_shows_every_option_and_runs_nothing(kernel):
     assert kernel.value("'_' in dir() and getattr(_, 'ranks', None)") in (None, False)
 
 
-@pytest.mark.full
 def test_the_question_mark_shows_the_options(kernel):
     message = kernel.client.inspect("%%distributed", reply=True, timeout=30)
     assert "--max-restarts" in message["content"]["data"]["text/plain"]
 
 
-@pytest.mark.full
 def test_the_tab_key_completes_options_and_in_the_cell_python(kernel):
     kernel.ok("some_long_name = 1")
     for text, offered in {
@@ -284,13 +272,11 @@ def test_a_wrong_option_says_what_to_do_before_anything_starts(kernel, tmp_path,
     assert "/nblaunch/" not in error.traceback, "our frames are no news to the reader"
 
 
-@pytest.mark.full
 def test_of_an_option_given_twice_the_last_counts(kernel):
     kernel.ok("%%distributed -n 4 --out first -n 2 --out res\nworld_size")
     assert kernel.value("[res.values, 'first' in dir()]") == [[2, 2], False]
 
 
-@pytest.mark.full
 def test_torchruns_variables_are_options_too(kernel):
     kernel.ok("%env PET_NPROC_PER_NODE=3")
     kernel.ok("%%distributed --out res\nworld_size")
@@ -299,7 +285,6 @@ def test_torchruns_variables_are_options_too(kernel):
     assert kernel.value("[res.values, res2.values]") == [[3] * 3, [2] * 2]
 
 
-@pytest.mark.full
 def test_a_log_directory_keeps_each_ranks_streams(kernel, tmp_path):
     kernel.ok(f"""
     %%distributed -n 2 --out res --log-dir {tmp_path}
@@ -340,7 +325,6 @@ def test_a_syntax_error_shows_the_cells_own_line(kernel, body, line, shown):
 # --- the terminal ----------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_the_magic_works_in_terminal_ipython(terminal):
     done = terminal(
         [
@@ -356,7 +340,6 @@ def test_the_magic_works_in_terminal_ipython(terminal):
     assert done.stderr == ""
 
 
-@pytest.mark.full
 def test_an_error_in_terminal_ipython_shows_the_cells_line_only(terminal):
     done = terminal(["%load_ext nblaunch", "%%distributed -n 2\nif rank == 1:\n    1 / 0", "1 + 1"])
     assert done.returncode == 1

@@ -227,7 +227,6 @@ def inner(names, count):
     return names[count], array, tensor, nested, itself  # the failing line
 
 
-@pytest.mark.quick
 def test_each_frame_has_its_variables_as_short_texts():
     failure, _ = raised(lambda: outer(4))
     assert [frame.function for frame in failure.frames][-2:] == ["outer", "inner"]

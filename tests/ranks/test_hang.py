@@ -100,7 +100,6 @@ def receive_from_each_other():
     return "not one of the two"
 
 
-@pytest.mark.quick
 @SIZES
 def test_two_ranks_that_wait_for_each_other_are_one_group(nproc):
     report, _ = hanging(receive_from_each_other, nproc)

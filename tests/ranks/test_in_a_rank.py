@@ -25,7 +25,6 @@ def nothing_left_by_the_module(leaves_nothing_after):
         yield
 
 
-@pytest.mark.quick
 def test_a_seed_gives_the_same_numbers_everywhere():
     torch.manual_seed(3)
     drawn = torch.rand(3)

@@ -80,6 +80,7 @@ def test_the_clocks_of_one_host_are_measured_and_agree(profile):
     assert profile.clock_check.violation <= sum(profile.clock_error.values())
 
 
+@pytest.mark.full
 def test_the_trace_is_one_gzipped_file_of_chromes_format_in_which_ranks_are_named(profile, tmp_path):
     assert profile.path.name == "profile.json.gz"
     trace = json.loads(gzip.decompress(profile.save(tmp_path / "t.json.gz").read_bytes()))

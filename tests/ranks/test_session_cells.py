@@ -263,6 +263,7 @@ def test_completion_of_what_lives_on_the_ranks(kernel):
     assert kernel.complete("%%distributed --ti") == ["--timeout"]
 
 
+@pytest.mark.full
 def test_inspection_of_what_lives_on_a_rank(kernel):
     kernel.ok("%%distributed\ndef stated(x: int) -> str:\n    '''What it is for.'''\nonly = rank")
     shown = str(kernel.ok("%distributed inspect stated").result)
@@ -404,6 +405,7 @@ def reply_of(kernel: Any, code: str) -> str:
             return str(reply["content"]["status"])
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_with_auto_every_cell_runs_on_the_ranks(auto):
     auto.ok("automatic = rank")

@@ -158,7 +158,6 @@ def test_an_error_on_one_rank_while_no_other_waits_costs_nothing(session):
     nothing_is_lost(session)
 
 
-@pytest.mark.quick
 def test_one_rank_raises_while_the_others_sit_in_all_reduce(session):
     rank = size(session) - 1
     error = failing(session, on_ranks({rank}, fail))
@@ -311,7 +310,6 @@ def interrupted(session: nblaunch.Session, source: str, flags: Path, eventually:
     return caught.value
 
 
-@pytest.mark.quick
 def test_an_interrupt_in_a_training_loop_keeps_the_model(session, tmp_path, eventually):
     error = interrupted(session, TRAIN, tmp_path, eventually)
     assert "the run was interrupted: " in str(error)
