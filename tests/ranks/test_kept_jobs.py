@@ -156,7 +156,8 @@ def test_an_older_job_is_read_from_its_file_and_is_the_same(detached):
     assert session.jobs[-1].result().values == [9, 9]
 
 
-def test_a_job_is_kept_though_its_client_releases_it_while_it_runs(session, tmp_path):
+def test_a_job_is_kept_though_its_client_releases_it_while_it_runs(detached, tmp_path):
+    session = detached()
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 5))
     eventually((tmp_path / "begun-1").exists, "the job runs")
     job = session.jobs[-1]
