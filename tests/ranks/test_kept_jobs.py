@@ -94,6 +94,7 @@ def session(place):
         handle = opened.submit(time.sleep, (0.5,))
         eventually(lambda: len(opened.jobs) == 2, "the job has begun")
         handle.result()
+        assert opened.jobs[0].result().values == [0, 0]
         yield opened
 
 
@@ -122,7 +123,8 @@ def state_of(session, number):
 # --- which jobs, and where -------------------------------------------------------------------------
 
 
-def test_the_last_fifty_jobs_are_kept_whatever_becomes_of_their_results(session):
+def test_the_last_fifty_jobs_are_kept_whatever_becomes_of_their_results(detached):
+    session = detached()
     session.run(printed, (0,))
     first = session.jobs[-1]
     for number in range(1, MOST_JOBS + 10):
