@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import functools
 import gc
 import inspect
 import json
@@ -115,7 +116,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     plain = config.option.markexpr.strip() == QUICK_LANE and config.args == config.getini("testpaths")
     if not plain or collection_path.suffix != ".py" or UNIT in collection_path.parents:
         return None
-    return None if "quick" in collection_path.read_text(encoding="utf-8") else True
+    return None if "pytest.mark.quick" in collection_path.read_text(encoding="utf-8") else True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -738,6 +739,18 @@ class Kernel:
         os.kill(self.pid, signal.SIGKILL)
 
 
+class Attaching(Kernel):
+    """One that uses the runtimes of others: its own starts with its first use, not with the extension."""
+
+    FIRST_CELL = """
+        from nblaunch.client import local
+        runtime, local.Client.runtime = local.Client.runtime, None
+        %load_ext nblaunch
+        local.Client.runtime = runtime
+        del local, runtime
+    """
+
+
 @pytest.fixture(scope="session")
 def kernel_client():
     """Make what jupyter_client keeps in a process (an event loop), before any test looks for leftovers."""
@@ -770,8 +783,8 @@ def start_kernel(kernel_client):  # noqa: ARG001 - the order matters
     """Give `start_kernel(**environment)`: kernels of the test's own, shut down at its end."""
     started: list[Kernel] = []
 
-    def start(**environment: str) -> Kernel:
-        started.append(Kernel(**environment))
+    def start(kind: type[Kernel] = Kernel, **environment: str) -> Kernel:
+        started.append(kind(**environment))
         return started[-1]
 
     yield start
@@ -787,7 +800,7 @@ def detached_kernels(start_kernel, tmp_path, monkeypatch):
     """
     (tmp_path / "state").mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    yield start_kernel
+    yield functools.partial(start_kernel, Attaching)
     from nblaunch.client import directory
 
     for name in directory.detached():

@@ -43,6 +43,7 @@ if rank == 1:
 """
 
 
+@pytest.mark.slow
 def test_nothing_serious_is_wrong_with_what_held_the_memory(front, looks_well):
     shown = front.run(HELD)
     expect(shown).to_contain_text("the most of what rank 1 held")

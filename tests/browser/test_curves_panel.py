@@ -74,6 +74,7 @@ def test_a_run_that_logs_nothing_has_no_curves(front, gate):
     expect(front.outputs.last.get_by_text("Curves")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_many_ranks_send_a_line_each_only_when_it_is_asked_for(front, gate):
     front.start(f"""
         %%distributed -n 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from lanes import sampled
 
 from .front import DARK, LIGHT, expect
 
@@ -18,7 +19,7 @@ print("\\x1b[32mdone\\x1b[0m")
 """
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK])
+@pytest.mark.parametrize("theme", sampled([LIGHT, DARK], ci=1))
 def test_lines_of_all_ranks_stand_between_those_of_single_ranks(front, gate, theme):
     front.theme(theme)
     front.start(f"%%distributed -n 4\n{EPOCHS.format(epochs=3)}\n{gate.wait()}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lanes import sampled
 
 import nblaunch.view
 from nblaunch.protocol.state import advance
@@ -171,7 +172,7 @@ def test_the_map_can_be_used_with_the_keyboard_alone(front, gate):
         front.page.set_viewport_size({"width": 1200, "height": 1000})
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("theme", sampled([LIGHT, DARK], ci=1), ids=["light", "dark"])
 def test_nothing_serious_is_wrong_with_the_map(front, axe, gate, theme):
     states = """
 state = on_hosts(64, 8)
@@ -203,6 +204,7 @@ shown.close(state)
 """
 
 
+@pytest.mark.slow
 def test_1024_ranks_are_seen_at_once_and_the_one_that_failed_stands_out(front, gate):
     begin(front, gate, MANY, "first", "end")
     cells = front.panel.locator(".nblaunch-cell")
@@ -304,6 +306,7 @@ def drawings(ranks: int) -> tuple[object, dict[str, object]]:
     return whole, deltas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "one", "every"), [(1024, 100, 400), (8192, 300, 1500)])
 def test_an_update_of_thousands_of_ranks_takes_a_moment(front, ranks, one, every):
     """Milliseconds, with room for a machine that is busy: alone it takes a third of them."""
@@ -361,7 +364,7 @@ def test_a_table_at_the_end_of_the_output_is_in_sight_though_it_is_loaded_later_
     front.screenshot()
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("theme", sampled([LIGHT, DARK], ci=1), ids=["light", "dark"])
 def test_while_nodes_are_awaited_no_rank_is_shown(front, gate, theme):
     front.theme(theme)
     gate.wait("end")

@@ -7,7 +7,7 @@ from documentation import SECONDS, build
 
 from .conftest import SCREENSHOTS
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(SECONDS + 120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 120)]
 
 PAGES = ("index", "docs/options/index", "docs/coming-from/index", "docs/how-it-works/index", "insight/index")
 WIDE = 1000
@@ -28,7 +28,6 @@ def site(tmp_path_factory, chromium):  # noqa: ARG001 - without a browser there 
     return build(tmp_path_factory.mktemp("pages") / "site")
 
 
-@pytest.mark.slow_at("light-400", "dark-1000")
 @pytest.mark.parametrize("width", [WIDE, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_serious_is_wrong_with_a_page_and_it_fits_the_window(

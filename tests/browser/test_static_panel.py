@@ -62,6 +62,7 @@ def test_a_failure_names_its_rank_its_line_and_who_was_stopped(front):
     expect(shown.locator(".jp-RenderedText").last).to_contain_text("RunFailedError")
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_the_end_is_readable_in_a_dark_theme(front):
     front.theme(DARK)

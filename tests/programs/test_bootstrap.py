@@ -146,7 +146,6 @@ def host(tmp_path, uv) -> Iterator[HostOfNodes]:
         process.kill()
 
 
-@pytest.mark.quick
 def test_an_environment_is_made_once_and_the_program_runs_in_it(host):
     wanted = host.wanted()
     printed, errors = host.run(wanted)

@@ -146,7 +146,11 @@ def fresh_value() -> Any:
     return helpers.value()
 
 
-def test_a_session_names_what_it_has_loaded_and_loads_it_again_when_asked(project, session):
+def test_a_session_loads_and_names_what_is_sent_and_refuses_what_is_not(project, session):
+    import helpers
+
+    session.push({"given": helpers.value})
+    assert cell(session, "given()").values == session.run(helpers.value).values == [1, 1]
     assert [value for value, _ in cell(session, WHERE).values] == [1, 1]
     edit(project / "chosen.py", "VALUE = 2\n")
     found = cell(session, WHERE)
@@ -157,35 +161,26 @@ def test_a_session_names_what_it_has_loaded_and_loads_it_again_when_asked(projec
     assert [each.stderr for each in found.ranks] == ["", ""]
     edit(project / "package/later.py", "NEW = 3\n")
     assert cell(session, "import package.later; package.later.NEW").values == [3, 3]
-
-
-@pytest.mark.slow
-def test_what_is_pickled_by_reference_finds_its_module(session):
-    import helpers
-
-    assert session.run(helpers.value).values == [1, 1]
-    session.push({"given": helpers.value})
-    assert cell(session, "given()").values == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_data_file_that_is_missing_is_named_with_the_reason(project, session):
-    for source in ("import helpers; helpers.table()", "open('table.csv')", f"open('{project}/table.csv')"):
-        with pytest.raises(RunFailedError) as failed:
-            cell(session, source)
-        root = failed.value.root_cause
-        assert root is not None
-        assert "table.csv is not on this machine" in root.traceback
-        assert "only modules (.py) are sent" in root.traceback
-
-
-def test_a_traceback_shows_the_notebooks_own_path(project, session):
-    with pytest.raises(RunFailedError) as failed:
-        cell(session, "import helpers; helpers.fails()")
-    root = failed.value.root_cause
-    assert root is not None
+    # The path of a traceback is the notebook's own.
+    root = failing(session, "helpers.fails()")
     assert root.frames[-1].filename == str(project / "helpers.py")
     assert f'"{project}/helpers.py"' in root.traceback
+    for source in ("helpers.table()", "open('table.csv')", f"open('{project}/table.csv')"):
+        traceback = failing(session, source).traceback
+        assert "table.csv is not on this machine" in traceback
+        assert "only modules (.py) are sent" in traceback
+    (project / "large.py").write_text("#" + "x" * 70_000_000)
+    with pytest.raises(CaptureError, match=r"large\.py \(70\.0 MB\)"):
+        cell(session, "import large")
+    assert cell(session, "1").values == [1, 1]
+
+
+def failing(session: nblaunch.Session, source: str) -> nblaunch.RankFailure:
+    with pytest.raises(RunFailedError) as failed:
+        cell(session, source)
+    root: nblaunch.RankFailure | None = failed.value.root_cause
+    assert root is not None
+    return root
 
 
 @pytest.mark.slow
@@ -204,10 +199,3 @@ def test_nodes_that_see_the_same_files_use_them_as_they_are(project):
         assert nblaunch.run(fresh_value, **ON).values == [2, 2]
         assert not kept()
     assert {each.name for each in project.iterdir()} - {"__pycache__"} == before
-
-
-def test_too_much_is_refused_before_anything_is_sent(project, session):
-    (project / "large.py").write_text("#" + "x" * 70_000_000)
-    with pytest.raises(CaptureError, match=r"large\.py \(70\.0 MB\)"):
-        cell(session, "import large")
-    assert cell(session, "1").values == [1, 1]

@@ -137,7 +137,7 @@ def sent_bytes(link: str) -> int:
 # --- what arrives ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", sampled([3, 1, 8, 9, 20]))
+@pytest.mark.parametrize("count", sampled([3, 9]))
 @pytest.mark.quick
 def test_each_node_gets_a_payload_once(runtime, stations, count):
     nodes = on_this_machine(stations, count)

@@ -101,7 +101,7 @@ print(json.dumps([nblaunch.__file__, front, {name: metadata.version(name) for na
 VERSIONS = {"lowest": "constraints-oldest.txt", "highest": "constraints.txt"}
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=["lowest", pytest.param("highest", marks=pytest.mark.slow)])
 def clean(request, built, tmp_path_factory):
     """Make an environment with the wheel and what it needs, all as old or as new as is allowed."""
     directory = tmp_path_factory.mktemp("clean")

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from lanes import slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +86,7 @@ def test_the_three_doors_agree(kernel, terminal, tmp_path):
         ]
 
 
+@pytest.mark.slow
 def test_a_problem_is_the_exit_status_of_the_command(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "nblaunch", "doctor"],
@@ -205,15 +207,14 @@ def test_a_tmpdir_too_long_for_a_unix_socket_is_named(script, tmp_path):
     assert "too long for a unix socket" in advice
 
 
+@pytest.mark.slow
 def test_a_tmpdir_that_is_not_there_is_named(script, tmp_path):
     level, summary, _ = temporary(script, tmp_path / "gone")
     assert level == "warning"
     assert "in place of TMPDIR=" in summary
 
 
-@pytest.mark.parametrize(
-    ("limit", "level"), [(50, "problem"), (140, "warning"), (900, "warning"), (4096, "ok")]
-)
+@pytest.mark.parametrize(("limit", "level"), [(50, "problem"), slow((900, "warning"))])
 def test_a_low_limit_on_open_files_is_named(script, limit, level):
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < limit:
         pytest.skip("the hard limit is lower")
@@ -228,6 +229,7 @@ def test_a_low_limit_on_open_files_is_named(script, limit, level):
     assert found[0] == level, found
 
 
+@pytest.mark.slow
 def test_a_process_at_its_limit_of_files_is_looked_at_all_the_same(script):
     source = f"""
     import json, os, resource, nblaunch, torch, torch.distributed
@@ -246,6 +248,7 @@ def test_a_process_at_its_limit_of_files_is_looked_at_all_the_same(script):
     assert [each for each in found if each[1] == "problem"]
 
 
+@pytest.mark.slow
 def test_a_limited_address_space_is_named(script):
     source = """
     import json, resource

@@ -256,7 +256,7 @@ def everywhere() -> Iterator[bytes]:
                 yield Path(f"/proc/{pid}/{name}").read_bytes()
 
 
-@of_each(slow=("ray-client",))
+@of_each()
 def test_a_program_runs_on_each_host_and_has_its_key_and_its_place(notebook, place):
     meeting = notebook().start()
     nodes = meeting.here()

@@ -94,31 +94,20 @@ def perform(body, **given: Any) -> None:
     body(**{name: given[name] for name in inspect.signature(body).parameters})
 
 
-# With both backends in CI, with one of them, and in the slow lane only.
-BOTH = (test_nodes.test_two_nodes_are_one_run_whose_values_and_output_come_in_rank_order,)
-ONE = (
-    test_nodes.test_nothing_listens_beyond_the_endpoints_host,
+SLOW = (
+    test_nodes.test_an_interrupt_reaches_every_rank_of_nodes_that_listen_and_show_their_key_nowhere,
     test_every_open_port.test_strangers_at_every_port_of_a_joined_run_change_nothing,
-)
-NONE = (
     test_nodes.test_all_nodes_start_again_when_a_rank_of_one_fails,
-    test_nodes.test_a_failure_of_a_rank_elsewhere_is_named_as_the_root_cause,
-    test_nodes.test_an_interrupt_reaches_every_rank_of_every_node,
     test_nodes.test_ranks_of_a_node_that_is_killed_die_with_it_and_are_reported_as_lost,
 )
 
 
-@pytest.mark.slow_at(
-    "etcd-v2-test_strangers_at_every_port_of_a_joined_run_change_nothing",
-    "etcd-v2-test_nothing_listens_beyond_the_endpoints_host",
-)
 @pytest.mark.parametrize(
     ("meeting", "body"),
     [
-        *((backend, body) for body in BOTH for backend in BACKENDS),
-        *((BACKENDS[0], body) for body in ONE),
-        *map(slow, ((BACKENDS[1], body) for body in ONE)),
-        *map(slow, ((backend, body) for body in NONE for backend in BACKENDS)),
+        (BACKENDS[0], test_nodes.test_two_nodes_are_one_run_whose_values_and_output_come_in_rank_order),
+        slow((BACKENDS[1], test_nodes.test_two_nodes_are_one_run_whose_values_and_output_come_in_rank_order)),
+        *map(slow, ((backend, body) for body in SLOW for backend in BACKENDS)),
     ],
     indirect=["meeting"],
 )

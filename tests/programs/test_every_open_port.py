@@ -180,6 +180,7 @@ def test_who_writes_to_the_store_of_ranks_on_one_machine_has_nothing_unpickled_a
 # --- a run whose nodes meet at torch's own rendezvous --------------------------------------------------
 
 
+@pytest.mark.slow
 def test_strangers_at_every_port_of_a_joined_run_change_nothing(meeting, tmp_path):  # noqa: F811
     bomb = tmp_path / "went-off"
 

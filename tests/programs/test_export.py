@@ -185,71 +185,6 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
         shallow(2), counter, square(add_seven(1)), add_base(0), step["names"]
         """,
     ),
-    "arrays and tensors": (
-        [
-            "import numpy as np\nimport torch",
-            """
-            torch.manual_seed(3)
-            array = np.arange(3000).reshape(50, 60) * 0.5
-            large = torch.randn(400, 300)
-            weights = {"weight": torch.randn(20, 30), "bias": torch.arange(20), "a": torch.zeros(2, 2).bool()}
-            small = torch.tensor([[1.5, 2.0], [0.1, -3.0]])
-            few = np.array([1, 2, 3])
-            part = large[3:5]
-            """,
-        ],
-        """
-        with torch.no_grad():
-            part.zero_()   # a part of large: they share their memory
-        out = large.double().sum() + rank
-        checks = [array.sum(), out.item(), list(weights), weights["weight"].sum().item(), weights["a"].dtype]
-        checks, small.tolist(), few.dtype, array.shape, array[1, 2:5].tolist()
-        """,
-    ),
-    "settings and models": (
-        [
-            "from __future__ import annotations",
-            "from dataclasses import dataclass, field\nfrom pathlib import Path",
-            "import enum, torch\nfrom torch import nn",
-            """
-            class Mode(enum.Enum):
-                TRAIN = 1
-                TEST = 2
-
-            @dataclass
-            class Config:
-                lr: float
-                sizes: list[int] = field(default_factory=list)
-                mode: Mode = Mode.TRAIN
-                where: Path = Path("data")
-
-            class Net(nn.Module):
-                def __init__(self, config):
-                    super().__init__()
-                    self.config = config
-                    self.layers = nn.ModuleList(nn.Linear(4, size) for size in config.sizes)
-
-                def copied(self, other: Net):
-                    return other
-
-                def forward(self, x):
-                    return sum(layer(x).sum() for layer in self.layers)
-            """,
-            """
-            config = Config(1e-3, [2, 3], Mode.TEST)
-            net = Net(config)
-            optimizer = torch.optim.SGD(net.parameters(), lr=config.lr)
-            """,
-        ],
-        """
-        before = net(torch.ones(4))
-        before.backward()
-        optimizer.step()
-        after = net(torch.ones(4))
-        same = isinstance(net.config, Config), net.config.mode is Mode.TEST
-        before.item(), after.item() != before.item(), config, same
-        """,
-    ),
     "imports of all kinds": (
         [
             "import numpy as np, xml\nimport xml.etree.ElementTree\nfrom math import pi, floor as down",
@@ -267,25 +202,6 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
             """,
         ],
         "from itertools import chain\ncircle(2), positive(-rank), positive(rank), list(chain([1], [2]))",
-    ),
-    "a DataLoader": (
-        [
-            "import torch\nfrom torch.utils.data import DataLoader, Dataset, DistributedSampler",
-            """
-            class Squares(Dataset):
-                def __len__(self):
-                    return 20
-
-                def __getitem__(self, index):
-                    return torch.tensor([index * index])
-            """,
-            "dataset = Squares()",
-        ],
-        """
-        sampler = DistributedSampler(dataset, shuffle=False)
-        loader = DataLoader(dataset, batch_size=5, sampler=sampler, num_workers=1)
-        [batch.flatten().tolist() for batch in loader]
-        """,
     ),
     "a training with DDP": (
         [
@@ -631,7 +547,7 @@ IN_CI = {
 }
 """CI also runs the programs of `tests/ranks/differential` as exported scripts."""
 
-UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models", "gradients and hooks")
+UNDER_TORCHRUN = ("a training with DDP", "gradients and hooks")
 """The others run as scripts of nblaunch: tests/programs/test_torchrun_parity.py compares the two."""
 
 
@@ -775,7 +691,7 @@ def test_a_cell_that_forms_its_own_group_is_left_to_it(kernel):
 
 
 @pytest.mark.usefixtures("there")
-@pytest.mark.parametrize("end", ["x;", "print(x)", "x = 2", "None"])
+@pytest.mark.parametrize("end", ["x;", "x = 2"])
 def test_what_shows_no_value_in_the_notebook_prints_none(kernel, end):
     assert "[rank" not in exported(kernel, f"x = 1\n{end}")
 
@@ -855,22 +771,22 @@ def test_a_module_of_the_notebooks_directory_is_told_to_a_script_elsewhere(kerne
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "was given no file, but it writes one"),
-        ("a.py b.py", "was given 2 files, but it writes one"),
-        ("train.txt", "'train.txt' was asked for, but it takes the path of a file whose name ends in .py"),
-        ("--cells x train.py", "--cells 'x' was asked for, but it takes numbers of cells"),
-        ("--cells 0-99999 train.py", "--cells has 0, but the notebook has run no In[0]"),
-        ("--overwrite train.py", "was given '--overwrite', but there is no such option"),
-        ("nowhere/train.py", "there is no directory nowhere"),
-        (".py", "takes the path of a file"),
-    ],
-)
-def test_a_wrong_line_says_what_is_wrong(kernel, there, line, message):
+WRONG_LINES = {
+    "": "was given no file, but it writes one",
+    "a.py b.py": "was given 2 files, but it writes one",
+    "train.txt": "'train.txt' was asked for, but it takes the path of a file whose name ends in .py",
+    "--cells x train.py": "--cells 'x' was asked for, but it takes numbers of cells",
+    "--cells 0-99999 train.py": "--cells has 0, but the notebook has run no In[0]",
+    "--overwrite train.py": "was given '--overwrite', but there is no such option",
+    "nowhere/train.py": "there is no directory nowhere",
+    ".py": "takes the path of a file",
+}
+
+
+def test_a_wrong_line_says_what_is_wrong(kernel, there):
     kernel.ok("%%distributed -n 2\nrank")
-    assert message in kernel.fails(f"%distributed export {line}").evalue
+    for line, message in WRONG_LINES.items():
+        assert message in kernel.fails(f"%distributed export {line}").evalue
     assert list(there.glob("*.py")) == []
 
 
@@ -886,7 +802,7 @@ def test_without_a_distributed_cell_there_is_nothing_to_export(start_kernel):
 
 
 @pytest.mark.usefixtures("there")
-@pytest.mark.parametrize("line", ["files = !ls", "%cd ..", "print(get_ipython())", "!echo $word", "len?"])
+@pytest.mark.parametrize("line", ["files = !ls", "print(get_ipython())"])
 def test_what_only_ipython_understands_is_refused_with_its_line(kernel, line):
     kernel.ok("word = 'x'")
     kernel.ok(f"%%distributed -n 2\nx = 1\n{line}\nrank;")

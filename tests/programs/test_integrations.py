@@ -119,15 +119,6 @@ def test_accelerate_trains_in_a_cell(notebook):
 
 
 @pytest.mark.slow
-def test_what_accelerate_has_prepared_stays_in_a_session(notebook):
-    needs("accelerate")
-    notebook.ok("%distributed start -n 2")
-    notebook.ok("%%distributed\n" + ACCELERATE)
-    notebook.ok("%%distributed --out res\n" + ACCELERATE_EPOCHS)
-    notebook.ok("%distributed stop")
-    must_have_trained(notebook.value("res.values"))
-
-
 def test_the_cell_of_the_page_about_cells_runs(notebook):
     needs("accelerate")
     notebook.ok("model, batches = nn.Linear(1, 1), DataLoader(Line(), batch_size=4)")
@@ -277,14 +268,6 @@ def test_transformers_trainer_trains_in_a_cell(notebook, tmp_path):
     assert [value["mode"] for value in values] == ["distributed"] * 2
 
 
-@pytest.mark.slow
-def test_transformers_trainer_trains_in_a_function(tmp_path):
-    needs("transformers", "accelerate")
-    values = nblaunch.run(train_with_transformers, args=(str(tmp_path / "out"),), nproc=2).values
-    must_have_trained(values)
-    assert [value["ranks"] for value in values] == [(0, 2), (1, 2)]
-
-
 # --- torch's own -----------------------------------------------------------------------------------
 
 
@@ -323,14 +306,10 @@ def train_sharded():
     }
 
 
-@pytest.mark.parametrize("way", sampled(["cell", "function"], ci=1))
-def test_fsdp2_trains_shards_as_one_process_trains_the_whole(kernel, way):
-    if way == "function":
-        values = nblaunch.run(train_sharded, nproc=2).values
-    else:
-        kernel.ok(f"ITEMS = {ITEMS}\n{inspect.getsource(train_sharded)}")
-        kernel.ok("%%distributed -n 2 --out res\ntrain_sharded()")
-        values = kernel.value("res.values")
+def test_fsdp2_trains_shards_as_one_process_trains_the_whole(kernel):
+    kernel.ok(f"ITEMS = {ITEMS}\n{inspect.getsource(train_sharded)}")
+    kernel.ok("%%distributed -n 2 --out res\ntrain_sharded()")
+    values = kernel.value("res.values")
     for value in values:
         assert value["losses"][-1] < value["losses"][0]
         assert value["same"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import poked
 import pytest
-from lanes import full
+from lanes import slow
 
 import nblaunch
 from nblaunch.client import directory
@@ -133,7 +133,10 @@ def test_sockets_that_a_cleaner_removed_are_bound_again_without_a_client(owner, 
     assert other.value("res.values") == [7, 7]
 
 
-@pytest.mark.parametrize("other", ["platform.python_version = lambda: '3.99.0'", "found._release = '9.9.0'"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "other", ["platform.python_version = lambda: '3.99.0'", slow("found._release = '9.9.0'")]
+)
 def test_a_client_of_another_python_or_torch_watches_and_gives_no_job(owner, detached_kernels, other):
     """It is this Python that says it is another one: what is tried is what it may do."""
     owner.ok("%%distributed\ntrained = 7")
@@ -236,10 +239,9 @@ def test_files_named_as_the_standard_librarys_modules_beside_the_notebook_do_no_
     assert (ran.returncode, ran.stdout) == (0, "[3, 3]\n"), ran.stderr
 
 
-@pytest.mark.parametrize("streams", ["<&- 2>&-", "<&- >&- 2>&-"])
-def test_it_runs_with_standard_streams_closed(tmp_path, streams):
+def test_it_runs_with_standard_streams_closed(tmp_path):
     (tmp_path / "program.py").write_text(PLAIN.replace("print(", "open('out', 'w').write("))
-    command = f"{sys.executable} program.py {streams}"
+    command = f"{sys.executable} program.py <&- >&- 2>&-"
     ran = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, check=False)
     assert ran.returncode == 0
     assert json.loads((tmp_path / "out").read_text()) == [3, 3]
@@ -333,7 +335,7 @@ input()
 """
 
 
-@pytest.mark.parametrize("removes", list(map(full, ("nblaunch.sessions()", "nblaunch.run(int, nproc=1)"))))
+@pytest.mark.parametrize("removes", ["nblaunch.sessions()", slow("nblaunch.run(int, nproc=1)")])
 def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by_the_next_use(
     eventually, removes
 ):
@@ -368,7 +370,7 @@ def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by
         assert list(Path(base).glob("nblaunch-*")) == []
 
 
-@pytest.mark.parametrize("standby", ["0", "1"], ids=["new ranks", "ranks that wait"])
+@pytest.mark.parametrize("standby", [slow("0"), "1"], ids=["new ranks", "ranks that wait"])
 def test_of_a_run_that_was_interrupted_before_it_began_nothing_is_left(standby, start_kernel, eventually):
     kernel = start_kernel(NBLAUNCH_STANDBY=standby)
     poke = poked.of_kernel(kernel)

@@ -87,7 +87,7 @@ def test_what_nbclient_saves_passes_strict_nbval(tmp_path, times):
         assert f"{len(cells)} passed" in run(tmp_path, "pytest", "--nbval", "--nbval-current-env", path.name)
 
 
-@pytest.mark.parametrize(("mode", "kinds"), [("auto", ["display_data"]), ("widget", None)])
+@pytest.mark.parametrize(("mode", "kinds"), [("auto", ["display_data"]), slow(("widget", None))])
 def test_a_kernel_that_pytest_has_started_makes_one_display(start_kernel, mode, kinds):
     """What nbval sees of a run that is long enough for a panel; what the user has set still counts."""
     kernel = start_kernel(NBLAUNCH_DISPLAY=mode, PYTEST_CURRENT_TEST="notebook.ipynb::Cell 1 (setup)")

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,6 +100,9 @@ class Notebook:
     said: list[tuple[Any, bytes]] = field(default_factory=list)
     """What has arrived and was not waited for, each with its bytes; messages of ranks one by one."""
     node: bytes = b""
+    opened: set[str] = field(default_factory=set)
+    closed: set[str] = field(default_factory=set)
+    """The groups that were opened, and those that have ended."""
 
     def __post_init__(self) -> None:
         self.context = zmq.Context()
@@ -144,6 +147,7 @@ class Notebook:
 
     def open(self, group: str = "g", **changed: Any) -> None:
         """Have the node prepare a group."""
+        self.opened.add(group)
         self.send(opened(self, group, **changed))
         assert self.wait_for(wire.AwaitingRendezvous, group=group).after == -1
 
@@ -200,6 +204,11 @@ class Notebook:
             assert found, f"no {kind.__name__} with {fields} among {[each for each, _ in self.said]}"
             self.take()
 
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        while not condition():
+            assert self.socket.poll(1000 * SECONDS), f"{what}: {self.opened} {self.closed}"
+            self.take()
+
     def gone(self, rank: int) -> Exited:
         """Return the exit of a rank that was not returned before."""
         while True:
@@ -213,6 +222,8 @@ class Notebook:
     def take(self) -> None:
         self.node, first, *rest = self.socket.recv_multipart()
         message = wire.decode_from_node(first)
+        if isinstance(message, wire.NodeEnded):
+            self.closed.add(message.group)
         if isinstance(message, wire.RankMessages):
             self.said += [(decode_from_rank(each, "a rank"), b"") for each in message.data]
         else:
@@ -247,18 +258,48 @@ def torchs_store_was_used():
     host_store("127.0.0.1", range(1))
 
 
+@contextlib.contextmanager
+def played(directory: Path) -> Iterator[Notebook]:
+    made = Notebook(directory)
+    try:
+        yield made
+    finally:
+        made.close()
+        for node in made.nodes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(5)
+            if node.poll() is None:
+                node.kill()
+            node.communicate()
+
+
 @pytest.fixture
 def notebook(tmp_path):
     """Play the notebook; nodes that are there at the end are ended."""
-    made = Notebook(tmp_path)
-    yield made
-    made.close()
-    for node in made.nodes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            node.wait(5)
-        if node.poll() is None:
-            node.kill()
-        node.communicate()
+    with played(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def with_node(tmp_path_factory):
+    """Play a notebook that has let a node in."""
+    with played(tmp_path_factory.mktemp("notebook")) as made:
+        node = made.admit()
+        yield made
+        made.finish(node)
+
+
+@pytest.fixture
+def shared(with_node):
+    """Give the notebook and the node that the tests share; each has groups of its own, which end with it."""
+    with_node.opened.clear()
+    yield with_node
+    for group in with_node.opened:
+        with_node.send(wire.EndGroup(group=group))
+    with_node.until(lambda: with_node.opened <= with_node.closed, "all groups have ended")
+    with_node.closed.clear()
+    with_node.said.clear()
+    with_node.stores.clear()
 
 
 def test_it_joins_with_the_key_of_its_standard_input_and_shows_it_nowhere(notebook):
@@ -335,111 +376,98 @@ print("printed", flush=True)
     notebook.finish(node)
 
 
-def test_ranks_on_gpus_let_go_of_nccl_before_the_first_is_ended(notebook):
+def test_ranks_on_gpus_let_go_of_nccl_before_the_first_is_ended(shared):
     """These have no GPU, and so nothing to let go of: they answer at once."""
-    node = notebook.admit()
-    notebook.open()
-    notebook.complete_rendezvous(device_type="cuda")
-    notebook.send(wire.Restart(group="g", attempt=0))
+    shared.open()
+    shared.complete_rendezvous(device_type="cuda")
+    shared.send(wire.Restart(group="g", attempt=0))
     kinds: list[type] = []
     while kinds.count(wire.Gone) < 2:
-        assert notebook.socket.poll(1000 * SECONDS), kinds
-        notebook.take()
-        kinds = [type(each) for each, _ in notebook.said if isinstance(each, Aborted | wire.Gone)]
+        assert shared.socket.poll(1000 * SECONDS), kinds
+        shared.take()
+        kinds = [type(each) for each, _ in shared.said if isinstance(each, Aborted | wire.Gone)]
     assert kinds == [Aborted, Aborted, wire.Gone, wire.Gone]
-    notebook.wait_for(wire.AwaitingRendezvous, after=0)
-    notebook.finish(node)
+    shared.wait_for(wire.AwaitingRendezvous, after=0)
 
 
-def test_a_payload_that_comes_in_pieces_and_values_that_leave_in_pieces(notebook):
-    node = notebook.admit()
-    notebook.open()
-    notebook.complete_rendezvous()
+def test_a_payload_that_comes_in_pieces_and_values_that_leave_in_pieces(shared):
+    shared.open()
+    shared.complete_rendezvous()
     big = torch.arange(1_000_000)
     sizes, whole = packed(big=big)
     half = len(whole) // 2
     for offset, part in ((0, whole[:half]), (half, whole[half:])):
-        notebook.send(wire.Piece(group="g", number=7, offset=offset, total=len(whole)), part)
+        shared.send(wire.Piece(group="g", number=7, offset=offset, total=len(whole)), part)
     ticket = Payload(sizes=sizes, path="parcel:7")
-    notebook.send_to_ranks(msgspec.structs.replace(cell("big * 2"), payload=ticket))
+    shared.send_to_ranks(msgspec.structs.replace(cell("big * 2"), payload=ticket))
     for _ in range(2):
-        returned = notebook.wait_for(Returned)
+        returned = shared.wait_for(Returned)
         number = int(returned.value.path.partition(":")[2])
         home, total = bytearray(), 1
         while len(home) < total:
-            piece, data = notebook.wait_with_data(wire.Piece, number=number)
+            piece, data = shared.wait_with_data(wire.Piece, number=number)
             assert (piece.group, piece.offset) == ("g", len(home))
             home, total = home + data, piece.total
         found = shared_memory.get(Payload(sizes=returned.value.sizes, inline=bytes(home)), private=True)
         assert torch.equal(pickling.loads(found[0], found[1:]), big * 2)
-    notebook.finish(node)
 
 
-def test_ranks_are_replaced_when_the_notebook_says_so(notebook):
-    node = notebook.admit()
-    notebook.open(keep=True)
-    notebook.complete_rendezvous()
-    before = {each.pid for each in notebook.workers}
-    notebook.send_to_ranks(cell("import time; time.sleep(1000)"))
+def test_ranks_are_replaced_when_the_notebook_says_so(shared):
+    shared.open(keep=True)
+    shared.complete_rendezvous()
+    before = {each.pid for each in shared.workers}
+    shared.send_to_ranks(cell("import time; time.sleep(1000)"))
     for _ in range(2):
-        notebook.wait_for(Started)
-    notebook.send(wire.Restart(group="g", attempt=0))
+        shared.wait_for(Started)
+    shared.send(wire.Restart(group="g", attempt=0))
     for rank in (0, 1):
-        assert notebook.gone(rank).expected
-    assert notebook.wait_for(wire.AwaitingRendezvous).after == 0
-    notebook.send(wire.Restart(group="g", attempt=0))  # too late: there is nobody to end
-    notebook.complete_rendezvous(attempt=1)
-    assert not before & {each.pid for each in notebook.workers}
-    notebook.send_to_ranks(cell("1"), attempt=0)  # of the attempt before
-    notebook.send_to_ranks(cell("rank + 2"), attempt=1)
-    assert notebook.values() == [2, 3]
-    notebook.finish(node)
+        assert shared.gone(rank).expected
+    assert shared.wait_for(wire.AwaitingRendezvous).after == 0
+    shared.send(wire.Restart(group="g", attempt=0))  # too late: there is nobody to end
+    shared.complete_rendezvous(attempt=1)
+    assert not before & {each.pid for each in shared.workers}
+    shared.send_to_ranks(cell("1"), attempt=0)  # of the attempt before
+    shared.send_to_ranks(cell("rank + 2"), attempt=1)
+    assert shared.values() == [2, 3]
 
 
-def test_a_rank_that_dies_is_reported_and_the_node_waits_for_the_next_attempt(notebook):
-    node = notebook.admit()
-    notebook.open()
-    notebook.complete_rendezvous()
-    os.kill(notebook.workers[1].pid, signal.SIGKILL)
-    gone = notebook.gone(1)
+def test_a_rank_that_dies_is_reported_and_the_node_waits_for_the_next_attempt(shared):
+    shared.open()
+    shared.complete_rendezvous()
+    os.kill(shared.workers[1].pid, signal.SIGKILL)
+    gone = shared.gone(1)
     assert (gone.exitcode, gone.expected) == (-9, False)
-    assert notebook.gone(0).expected
-    assert notebook.wait_for(wire.AwaitingRendezvous).after == 0
-    notebook.send(wire.EndGroup(group="g"))
-    assert notebook.wait_for(wire.NodeEnded, group="g").error == ""
-    notebook.finish(node)
+    assert shared.gone(0).expected
+    assert shared.wait_for(wire.AwaitingRendezvous).after == 0
+    shared.send(wire.EndGroup(group="g"))
+    assert shared.wait_for(wire.NodeEnded, group="g").error == ""
 
 
-def test_one_node_serves_several_groups_at_a_time(notebook):
-    node = notebook.admit()
+def test_one_node_serves_several_groups_at_a_time(shared):
     for group in ("a", "b"):
-        notebook.open(group, keep=group == "a")
-        notebook.complete_rendezvous(group)
-        notebook.send_to_ranks(cell("import os; os.environ['OF_THE_RUN']"), group)
-        assert notebook.values() == [group, group]
-    notebook.leave("b")
-    notebook.wait_for(wire.NodeEnded, group="b")
-    notebook.send_to_ranks(cell("rank"), "a")
-    assert notebook.values() == [0, 1]
-    notebook.open("c")
-    notebook.send(wire.EndGroup(group="c"))
-    assert notebook.wait_for(wire.NodeEnded, group="c").error == ""
-    notebook.finish(node)
+        shared.open(group, keep=group == "a")
+        shared.complete_rendezvous(group)
+        shared.send_to_ranks(cell("import os; os.environ['OF_THE_RUN']"), group)
+        assert shared.values() == [group, group]
+    shared.leave("b")
+    shared.wait_for(wire.NodeEnded, group="b")
+    shared.send_to_ranks(cell("rank"), "a")
+    assert shared.values() == [0, 1]
+    shared.open("c")
+    shared.send(wire.EndGroup(group="c"))
+    assert shared.wait_for(wire.NodeEnded, group="c").error == ""
 
 
-def test_a_group_that_cannot_be_opened_is_refused_and_the_node_goes_on(notebook):
-    node = notebook.admit()
-    notebook.send(opened(notebook, "g", backend="cpu:gloo,cuda:nccl"))
-    assert "GPU" in notebook.wait_for(wire.NodeEnded, group="g").error
-    notebook.open("h")
-    notebook.finish(node)
+def test_a_group_that_cannot_be_opened_is_refused_and_the_node_goes_on(shared):
+    shared.send(opened(shared, "g", backend="cpu:gloo,cuda:nccl"))
+    assert "GPU" in shared.wait_for(wire.NodeEnded, group="g").error
+    shared.open("h")
 
 
-def test_a_variable_that_has_no_effect_in_forks_is_named(notebook):
-    node = notebook.admit()
-    notebook.send(opened(notebook, "g", env=(("MALLOC_ARENA_MAX", "2"),)))
-    assert "no effect in the ranks: MALLOC_ARENA_MAX" in notebook.wait_for(wire.AwaitingRendezvous).error
-    notebook.finish(node)
+def test_a_variable_that_has_no_effect_in_forks_is_named(shared):
+    shared.opened.add("g")
+    shared.send(opened(shared, "g", env=(("MALLOC_ARENA_MAX", "2"),)))
+    assert "no effect in the ranks: MALLOC_ARENA_MAX" in shared.wait_for(wire.AwaitingRendezvous).error
 
 
 def test_it_asks_to_leave_after_a_signal_and_ends_when_it_may(notebook):
@@ -458,17 +486,15 @@ def test_it_asks_to_leave_after_a_signal_and_ends_when_it_may(notebook):
     assert [each for each in processes if each.is_running()] == []
 
 
-def test_a_warning_is_sent_on_and_ends_nothing(notebook):
-    node = notebook.admit()
-    notebook.open()
-    notebook.complete_rendezvous()
+def test_a_warning_is_sent_on_and_ends_nothing(shared):
+    shared.open()
+    shared.complete_rendezvous()
     for _ in range(2):
-        node.send_signal(signal.SIGUSR1)
-        notice = notebook.wait_for(wire.NodeEnding)
+        shared.nodes[0].send_signal(signal.SIGUSR1)
+        notice = shared.wait_for(wire.NodeEnding)
         assert (notice.words, notice.seconds) == ("got SIGUSR1", 120)
-    notebook.send_to_ranks(cell("rank"))
-    assert notebook.values() == [0, 1]
-    notebook.finish(node)
+    shared.send_to_ranks(cell("rank"))
+    assert shared.values() == [0, 1]
 
 
 def test_a_second_signal_ends_it_at_once(notebook):
@@ -509,56 +535,50 @@ def packed(**captured: object) -> tuple[tuple[int, ...], bytes]:
         return sent.payload.sizes, bytes(shared_memory.joined(sent.payload, private=True))
 
 
-def test_a_job_waits_for_its_payload_and_what_follows_waits_behind_it(notebook):
-    node = notebook.admit()
-    notebook.open()
-    notebook.complete_rendezvous()
+def test_a_job_waits_for_its_payload_and_what_follows_waits_behind_it(shared):
+    shared.open()
+    shared.complete_rendezvous()
     big = torch.arange(100_000)
     sizes, whole = packed(big=big)
-    with pieces_to(notebook, notebook.data, sizes, whole) as send:
+    with pieces_to(shared, shared.data, sizes, whole) as send:
         ticket = send(500_000)
-        notebook.send_to_ranks(msgspec.structs.replace(cell("int(big.sum())"), payload=ticket))
-        notebook.send_to_ranks(ReportWhere())
+        shared.send_to_ranks(msgspec.structs.replace(cell("int(big.sum())"), payload=ticket))
+        shared.send_to_ranks(ReportWhere())
         for _ in range(2):
-            notebook.wait_for(Where)  # overtakes
-        assert not [each for each, _ in notebook.said if isinstance(each, Started)]
+            shared.wait_for(Where)  # overtakes
+        assert not [each for each, _ in shared.said if isinstance(each, Started)]
         send(len(whole) - 500_000)
-    assert notebook.values() == [int(big.sum())] * 2
-    notebook.send_to_ranks(cell("rank"))
-    assert notebook.values() == [0, 1]
-    notebook.finish(node)
+    assert shared.values() == [int(big.sum())] * 2
+    shared.send_to_ranks(cell("rank"))
+    assert shared.values() == [0, 1]
 
 
-def test_an_interrupt_ends_a_job_whose_payload_is_on_its_way(notebook):
-    node = notebook.admit()
-    notebook.open()
-    notebook.complete_rendezvous()
+def test_an_interrupt_ends_a_job_whose_payload_is_on_its_way(shared):
+    shared.open()
+    shared.complete_rendezvous()
     sizes, whole = packed(big=torch.arange(100_000))
-    with pieces_to(notebook, notebook.data, sizes, whole) as send:
+    with pieces_to(shared, shared.data, sizes, whole) as send:
         ticket = send(500_000)
-        notebook.send_to_ranks(msgspec.structs.replace(cell("int(big.sum())"), payload=ticket))
+        shared.send_to_ranks(msgspec.structs.replace(cell("int(big.sum())"), payload=ticket))
         began = time.monotonic()
-        notebook.send_to_ranks(Interrupt(number=3))
+        shared.send_to_ranks(Interrupt(number=3))
         for rank in (0, 1):
-            assert notebook.wait_for(InterruptSeen, rank=rank).number == 3
-            failure = notebook.wait_for(Raised, rank=rank).failure
+            assert shared.wait_for(InterruptSeen, rank=rank).number == 3
+            failure = shared.wait_for(Raised, rank=rank).failure
             assert isinstance(pickling.loads(memoryview(failure.exception)), KeyboardInterrupt)
         assert time.monotonic() - began < 0.2
         send(len(whole) - 500_000)  # nobody wants it any more
-        notebook.send_to_ranks(cell("rank"))
-        assert notebook.values() == [0, 1]
-    notebook.finish(node)
+        shared.send_to_ranks(cell("rank"))
+        assert shared.values() == [0, 1]
 
 
-def test_ranks_are_measured_while_that_is_wanted(notebook):
-    node = notebook.admit()
-    notebook.open()
-    notebook.complete_rendezvous()
-    notebook.send(wire.MeasureRanks(group="g", wanted=True))
-    usages = notebook.wait_for(wire.RanksMeasured, group="g", attempt=0).usages
+def test_ranks_are_measured_while_that_is_wanted(shared):
+    shared.open()
+    shared.complete_rendezvous()
+    shared.send(wire.MeasureRanks(group="g", wanted=True))
+    usages = shared.wait_for(wire.RanksMeasured, group="g", attempt=0).usages
     assert sorted(usages) == [0, 1]
     assert all(each.memory > 0 for each in usages.values())
-    notebook.finish(node)
 
 
 def test_it_ends_with_its_connection(notebook):

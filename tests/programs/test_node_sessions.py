@@ -102,7 +102,7 @@ def start() -> Iterator[Any]:
         each.session.close()
 
 
-# --- fresh runs ---------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------
 
 
 def fails_on_one():
@@ -114,9 +114,9 @@ def fails_on_one():
     distributed.barrier()
 
 
-def test_a_failure_on_another_node_is_the_root_cause_and_names_the_node():
+def test_a_failure_on_another_node_is_the_root_cause_and_names_the_node(shared):
     with pytest.raises(RunFailedError, match="the second") as caught:
-        nblaunch.run(fails_on_one, **ON, timeout=60)
+        shared.session.run(fails_on_one)
     root = caught.value.root_cause
     assert root is not None
     assert (root.rank, root.type, root.node) == (1, "builtins.ValueError", HOSTS[1])
@@ -124,25 +124,6 @@ def test_a_failure_on_another_node_is_the_root_cause_and_names_the_node():
     assert caught.value.result is not None
     assert f"root cause: rank 1 on {HOSTS[1]}: " in repr(caught.value.result)
     assert caught.value.result.ranks[1].node == HOSTS[1]
-
-
-def fails_once():
-    import os
-
-    from torch import distributed
-
-    if distributed.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os._exit(7)
-    distributed.barrier()
-    return os.environ["TORCHELASTIC_RESTART_COUNT"]
-
-
-@pytest.mark.slow
-def test_a_run_starts_again_on_the_same_nodes():
-    result = nblaunch.run(fails_once, **ON, max_restarts=1, timeout=60)
-    assert [attempt.reason for attempt in result.attempts] == ["started", "failure"]
-    assert result.attempts[0].failures[0].exitcode == 7
-    assert result.ok
 
 
 # --- a session ----------------------------------------------------------------------------------------
@@ -345,11 +326,9 @@ def check_reborn(nodes: Nodes, dead: int, before: dict[int, int], step: int) -> 
     assert result.warnings == ()
 
 
-@pytest.mark.parametrize(
-    "placed", [(2, 3), (1, 1), pytest.param((2, 0), marks=pytest.mark.slow)], ids=["peer", "alone", "first"]
-)
-def test_a_rank_that_is_killed_is_started_again_alone_on_its_node_with_what_all_had_alike(start, placed):
-    nproc, dead = placed
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "dead"), [(2, 3), (1, 1), (2, 0)], ids=["peer", "alone", "first"])
+def test_a_rank_that_is_killed_is_started_again_alone_on_its_node_with_what_all_had_alike(start, nproc, dead):
     nodes = start(nproc=nproc, grace=10)
     nodes.cell(VARIABLES)
     eventually(lambda: sketched(nodes, "model", "big"), "the variables are compared")
@@ -656,18 +635,6 @@ def test_the_ranks_of_a_node_that_comes_get_what_all_others_have_alike(start):
     assert list(nodes.cell("step, 'mine' in globals()").values) == [(3, True), (3, False)]
 
 
-@pytest.mark.slow
-def test_a_node_comes_in_place_of_one_that_was_lost(start):
-    nodes = start(max_restarts=1)
-    first, second = nodes.programs()
-    second.kill()
-    eventually(lambda: nodes.session._live.attempt == 1, "the nodes have met again", PATIENCE)
-    assert list(nodes.cell(SUM).values) == [3, 3]
-    there = nodes.programs()
-    assert first in there
-    assert second not in there
-
-
 @pytest.mark.slow_at("1")
 @pytest.mark.parametrize("restarts", [slow(0), 1])
 def test_a_node_that_is_lost_while_ranks_start_is_replaced_or_named(start, restarts):
@@ -715,18 +682,9 @@ def test_a_notebooks_cells_run_on_the_nodes_of_its_session(start_kernel):
     kernel.ok("%%distributed --out res\nmine")
     assert kernel.value("res.values") == [0, 1]
     kernel.ok("%distributed stop")
-    kernel.ok("%%distributed -n 1 --nnodes 2 --on process --out res\n1", timeout=PATIENCE * 9)
-    assert kernel.value("res.values") == [1, 1]
 
 
-@pytest.mark.slow  # CI has it in test_nothing_left_on_hosts
-def test_a_killed_kernel_leaves_nothing_of_its_nodes(start_kernel):
-    kernel = start_kernel(CUDA_VISIBLE_DEVICES="")
-    kernel.ok("%distributed start -n 1 --nnodes 2 --on process", timeout=PATIENCE * 9)
-    kernel.kill()
-    kernel.all_gone("the kernel was killed")
-
-
+@pytest.mark.slow
 def test_a_session_on_nodes_outlives_its_kernel(detached_kernels):
     first = detached_kernels(CUDA_VISIBLE_DEVICES="")
     first.ok("%distributed start -n 1 --nnodes 2 --on process --detach --session far", timeout=PATIENCE * 9)

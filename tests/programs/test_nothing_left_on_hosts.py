@@ -139,19 +139,11 @@ SAID = {
 }
 
 
-# How nodes end is the same code for all engines. CI has each end once, and of each engine what is its own.
-IN_CI = {
-    ("process", "failure"),
-    ("process", "kernel killed"),
-    ("process", "node lost"),
-    ("ssh", "failure"),
-    ("ssh", "kernel killed"),
-    ("slurm", "kernel killed"),
-}
+# How nodes end is the same code for all engines. CI has the ends elsewhere, and here what is an engine's own.
+IN_CI = {("ssh", "kernel killed"), ("slurm", "kernel killed")}
 CASES = [each if each in IN_CI else slow(each) for each in itertools.product(ENGINES, SAID)]
 
 
-@pytest.mark.slow_at("process-node lost", "ssh-failure", "process-failure")
 @pytest.mark.parametrize(("engine", "end"), CASES, indirect=["engine"])
 def test_nothing_is_left_on_any_host(engine, end, tmp_path):
     options = {"nproc": 1, "nnodes": 2, "grace": 1, "timeout": 100, **engine.options}

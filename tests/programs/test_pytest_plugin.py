@@ -271,63 +271,52 @@ def outcomes(tmp_path_factory):
     return run_pytest(directory, HEAD + OUTCOMES + WRONG, "test_later.py")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        ("test_without_the_mark", "passed", ""),
-        ("test_has_the_same_ranks", "passed", ""),
-        ("test_parameter[1]", "passed", ""),
-        ("test_parameter[two]", "failure", "[ranks 0-1] assert 2 < 2"),
-        ("test_skips_on_one_rank", "skipped", "[rank 1] no such device"),
-        ("test_fails_though_the_other_rank_skips", "failure", "[rank 1] assert 1 == 7"),
-        ("test_is_expected_to_raise", "skipped", ""),
-        ("test_is_expected_to_fail_and_passes", "failure", "[XPASS(strict)]"),
-        ("test_calls_xfail", "skipped", "[ranks 0-1] known"),
-        ("test_exits", "failure", "[ranks 0-1] SystemExit: 0"),
-        ("test_raises_what_cannot_be_sent", "failure", "[ranks 0-1] test_it.Odd: cannot be sent"),
-        ("test_changes_its_copy", "passed", ""),
-        ("test_has_a_copy_of_its_own", "passed", ""),
-        ("test_method", "passed", ""),
-        ("test_patches_are_undone", "passed", ""),
-        ("test_has_three", "passed", ""),
-        ("test_hangs", "failure", "RunTimeoutError: the run was given 2 s"),
-        ("test_dies", "failure", "[rank 1] was killed by SIGKILL"),
-        ("test_after_a_death", "passed", ""),
-        ("test_the_ranks_of_the_module_before_are_gone", "passed", ""),
-    ],
-)
-def test_an_outcome_of_ranks_is_one_outcome_of_pytest(outcomes, name, kind, message):
-    found, text = outcomes.outcomes[name]
-    assert found == kind, outcomes.output
-    assert message in text
+OF_RANKS = [
+    ("test_without_the_mark", "passed", ""),
+    ("test_has_the_same_ranks", "passed", ""),
+    ("test_parameter[1]", "passed", ""),
+    ("test_parameter[two]", "failure", "[ranks 0-1] assert 2 < 2"),
+    ("test_skips_on_one_rank", "skipped", "[rank 1] no such device"),
+    ("test_fails_though_the_other_rank_skips", "failure", "[rank 1] assert 1 == 7"),
+    ("test_is_expected_to_raise", "skipped", ""),
+    ("test_is_expected_to_fail_and_passes", "failure", "[XPASS(strict)]"),
+    ("test_calls_xfail", "skipped", "[ranks 0-1] known"),
+    ("test_exits", "failure", "[ranks 0-1] SystemExit: 0"),
+    ("test_raises_what_cannot_be_sent", "failure", "[ranks 0-1] test_it.Odd: cannot be sent"),
+    ("test_changes_its_copy", "passed", ""),
+    ("test_has_a_copy_of_its_own", "passed", ""),
+    ("test_method", "passed", ""),
+    ("test_patches_are_undone", "passed", ""),
+    ("test_has_three", "passed", ""),
+    ("test_hangs", "failure", "RunTimeoutError: the run was given 2 s"),
+    ("test_dies", "failure", "[rank 1] was killed by SIGKILL"),
+    ("test_after_a_death", "passed", ""),
+    ("test_the_ranks_of_the_module_before_are_gone", "passed", ""),
+]
+OF_WRONG_USE = [
+    (
+        "test_fixture",
+        "failure",
+        "fixture or parameter 'held' cannot be sent to ranks. held['lock']: cannot",
+    ),
+    ("test_capsys", "error", "the fixture 'capsys' is of pytest's own process"),
+    ("test_zero", "error", "nproc=0 was asked for, but it takes a whole number"),
+    ("test_misspelled", "error", "Did you mean nproc=?"),
+    ("test_two_numbers", "error", "it takes one number of ranks"),
+    ("test_of_a_magic", "error", "only a magic has this option"),
+    ("test_detached", "error", "the ranks of tests end with their module"),
+    ("test_async", "error", "cannot run an async test"),
+    ("test_of_unittest", "error", "cannot run a method of unittest.TestCase"),
+]
 
 
-def test_a_hang_is_a_report(outcomes):
-    assert "which rank 1 has not started" in outcomes.output
+@pytest.mark.parametrize("cases", [OF_RANKS, OF_WRONG_USE], ids=["ranks", "wrong use"])
+def test_an_outcome_of_ranks_is_one_outcome_of_pytest_and_wrong_use_is_named(outcomes, cases):
+    for name, kind, message in cases:
+        found, text = outcomes.outcomes[name]
+        assert (found, message in text) == (kind, True), f"{name}\n{outcomes.output}"
+    assert "which rank 1 has not started" in outcomes.output, "a hang is a report"
     assert "[rank 1] at " in outcomes.output
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        (
-            "test_fixture",
-            "failure",
-            "fixture or parameter 'held' cannot be sent to ranks. held['lock']: cannot",
-        ),
-        ("test_capsys", "error", "the fixture 'capsys' is of pytest's own process"),
-        ("test_zero", "error", "nproc=0 was asked for, but it takes a whole number"),
-        ("test_misspelled", "error", "Did you mean nproc=?"),
-        ("test_two_numbers", "error", "it takes one number of ranks"),
-        ("test_of_a_magic", "error", "only a magic has this option"),
-        ("test_detached", "error", "the ranks of tests end with their module"),
-        ("test_async", "error", "cannot run an async test"),
-        ("test_of_unittest", "error", "cannot run a method of unittest.TestCase"),
-    ],
-)
-def test_wrong_use_is_named(outcomes, name, kind, message):
-    found, text = outcomes.outcomes[name]
-    assert (found, message in text) == (kind, True), outcomes.output
 
 
 @pytest.mark.slow

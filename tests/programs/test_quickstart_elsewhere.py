@@ -94,6 +94,7 @@ def test_the_first_cell_installs_nblaunch_and_the_notebook_goes_on(start):
     assert kernel.ok(CELLS[0]).text == "", "a second time there is nothing to do"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["colab"], indirect=True)
 def test_where_ipython_is_too_old_the_first_cell_asks_for_a_restart_and_then_does_nothing(start):
     error = start().fails(CELLS[0], timeout=250)

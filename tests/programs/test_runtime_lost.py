@@ -56,12 +56,12 @@ class Notebook:
 
 
 @pytest.fixture
-def notebook(start_kernel, tmp_path):
-    """Give a kernel in which ranks have run."""
+def notebook(kernel, tmp_path):
+    """Give the kernel, in which ranks have run."""
     (tmp_path / "at").mkdir()
-    made = Notebook(start_kernel(), tmp_path / "at")
-    made.kernel.ok(RUNS)
-    return made
+    kernel.ok(RUNS)
+    yield Notebook(kernel, tmp_path / "at")
+    kernel.run("%distributed stop")
 
 
 def ended(pid):
@@ -93,8 +93,7 @@ def test_a_cell_that_loses_its(part, notebook, eventually):
     assert not Path(root).exists()
 
 
-@pytest.mark.slow_at("keeper", "server")
-@pytest.mark.parametrize("part", ["runtime", "keeper", "server"])
+@pytest.mark.parametrize("part", ["runtime", "server"])
 def test_an_idle_session_that_loses_its(part, notebook, eventually):
     notebook.kernel.ok("%distributed start -n 2")
     notebook.kernel.ok("%%distributed\nkept = rank")
@@ -169,7 +168,9 @@ def test_a_stopped_runtime_keeps_a_session_and_its_variables(notebook):
     assert "3 and kept" in notebook.kernel.ok("%%distributed\nprint(kept + rank, 'and kept')").text
 
 
-def test_a_kernel_whose_runtime_is_stopped_ends_and_takes_all_along(notebook):
+def test_a_kernel_whose_runtime_is_stopped_ends_and_takes_all_along(start_kernel, tmp_path):
+    notebook = Notebook(start_kernel(), tmp_path)
+    notebook.kernel.ok(RUNS)
     os.kill(notebook.parts()["runtime"], signal.SIGSTOP)
     notebook.kernel.kill()
     notebook.kernel.all_gone("the kernel was killed")

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -132,50 +131,68 @@ def start():
 # --- what each process is --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_runtime_is_the_keepers_child_and_not_the_fork_servers(start):
-    tree = start()
-    runtime, (rank, _) = tree.runtime, tree.ask("fork()")
-    assert psutil.Process(runtime).ppid() == tree.keeper
-    assert {each.pid for each in psutil.Process(tree.keeper).children()} == {runtime, tree.server}
-    assert psutil.Process(rank).ppid() == tree.server
-    assert psutil.Process(tree.server).num_threads() == 1
+@pytest.fixture(scope="module")
+def alive():
+    """Give a runtime to all tests that end no process of it."""
+    tree = Tree(PUPPET, detached=False)
+    yield tree
+    tree.close()
 
 
-def test_the_runtime_has_torch_and_no_shell_and_ranks_have_no_worker_group(start):
-    tree = start()
-    loaded = tree.ask("sorted(sys.modules)")
+def test_the_runtime_is_the_keepers_child_and_has_no_shell_and_ranks_have_no_worker_group(alive):
+    runtime, forked = alive.runtime, alive.ask("fork()")
+    rank = forked[0]
+    assert {each.pid for each in psutil.Process(alive.keeper).children()} == {runtime, alive.server}
+    assert psutil.Process(rank).ppid() == alive.server
+    assert psutil.Process(alive.server).num_threads() == 1
+    loaded = alive.ask("sorted(sys.modules)")
     assert {"torch", "nblaunch.group.group"} <= set(loaded)
     assert {"IPython", "nblaunch.rank.shell"}.isdisjoint(loaded)
-    rank, _ = tree.ask("fork()")
-    in_rank = (tree.root / f"rank-{rank}").read_text().splitlines()
+    in_rank = (alive.root / f"rank-{rank}").read_text().splitlines()
     assert {"torch", "nblaunch.rank.shell"} <= set(in_rank)
     assert [name for name in in_rank if name.startswith(("nblaunch.group", "nblaunch.runtime"))] == []
-
-
-@pytest.mark.slow
-def test_each_process_has_its_own_descriptors_alone(start):
-    """A copy of the link or of a socket pair elsewhere would hide the end of the process that has it."""
-    tree = start()
-    tree.ask("fork()")
+    # A copy of the link or of a socket pair elsewhere would hide the end of the process that has it.
     ends: dict[str, set[int]] = {}
-    for pid in (tree.keeper, tree.server, tree.runtime):
+    for pid in (alive.keeper, alive.server, runtime):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if (target := str(link.readlink())).startswith("socket:"):
                     ends.setdefault(target, set()).add(pid)
     # The link, both ends of the requests' pair and both of the orders'.
     assert sorted(map(len, ends.values())) == [1] * 5
+    for pid in forked:
+        os.kill(pid, signal.SIGKILL)
 
 
-def test_the_private_directory_and_its_socket_are_open_to_nobody_else(start):
-    tree = start(live="")
-    welcome = line(tree.link).welcome
-    assert psutil.Process(welcome.pid).ppid() == tree.keeper
-    assert stat.S_IMODE(tree.root.stat().st_mode) == 0o700
-    found = {each.name: stat.S_IMODE(each.stat().st_mode) & 0o077 for each in tree.root.iterdir()}
-    assert {"client", "notes", "hub", "runtime.log"} < found.keys()
-    assert [name for name in ("client", "notes", "hub") if found[name]] == []
+def test_stray_signals_end_nothing(alive, eventually):
+    before = alive.keeper, alive.runtime, alive.server
+    for pid in before:
+        for number in STRAY:
+            os.kill(pid, number)
+    rank = alive.ask("plain_fork()")
+    assert (alive.keeper, alive.runtime, alive.server) == before
+    # What it forks is not deaf, isolated or not: a rank may be ended by SIGTERM.
+    ours = {*STRAY, signal.SIGUSR1}
+    eventually(lambda: not ours & ignored_by(rank), "these signals are the user's")
+    os.kill(rank, signal.SIGKILL)
+
+
+def ignored_by(pid: int) -> set[signal.Signals]:
+    (mask,) = re.findall(r"^SigIgn:\s(\w+)", Path(f"/proc/{pid}/status").read_text(), flags=re.MULTILINE)
+    return {each for each in signal.valid_signals() if int(mask, 16) >> each - 1 & 1}
+
+
+def test_the_log_of_a_runtime_is_bounded_and_says_how_much_it_has_left_out(alive):
+    """Who is refused may come again for days."""
+    logged = alive.ask(
+        "[__import__('logging').getLogger('nblaunch').warning('refused: %06d', number)"
+        " for number in range(30_000)] and 30_000"
+    )
+    text = (alive.root / "runtime.log").read_text()
+    first, *lines = text.splitlines()
+    assert len(text) < 300_000
+    assert lines == [f"refused: {number:06}" for number in range(logged - len(lines), logged)]
+    assert first == f"({(logged - len(lines)) * len(lines[0] + ' ')} bytes before this were left out)"
 
 
 @pytest.mark.slow
@@ -195,20 +212,6 @@ def line(connection: socket.socket, token: str = "") -> ClientLine:
 
 
 # --- who ends with whom ----------------------------------------------------------------------------
-
-
-@pytest.mark.quick
-def test_nothing_outlives_the_kernel_that_the_runtime_is_bound_to(start, eventually):
-    tree = start()
-    tree.ask("fork()")
-    tree.owner.kill()
-    eventually(tree.gone, "all is gone", GONE_SECONDS)
-
-
-def test_nothing_outlives_a_kernel_that_is_killed_before_the_runtime_is_there(start, eventually):
-    tree = start()
-    tree.owner.kill()
-    eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
 @pytest.mark.slow
@@ -240,6 +243,7 @@ def test_a_kernel_that_is_stopped_keeps_its_runtime(start):
     assert tree.ask_owner("booted.keeper.poll()") is None
 
 
+@pytest.mark.slow
 def test_a_detached_runtime_outlives_its_kernel(start, eventually):
     tree = start(detached=True)
     before = tree.runtime, tree.server, *tree.ask("fork()")
@@ -296,6 +300,7 @@ def test_a_runtime_that_is_killed_takes_all_along_and_leaves_its_last_words(star
     assert ("Fatal Python error: Segmentation fault" in words) is (number == signal.SIGSEGV)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_the_runtime_starts_another(start, eventually):
     tree = start()
     runtime = tree.runtime
@@ -316,6 +321,7 @@ def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_the_runtime_star
 NO_PIDFD = "import os\nvars(os).pop('pidfd_open', None)\n"
 
 
+@pytest.mark.slow
 def test_without_pidfd_the_same_is_true(start, eventually, tmp_path):
     """The system does not wake the keeper then: threads wait for the end of each process."""
     (tmp_path / "sitecustomize.py").write_text(NO_PIDFD)
@@ -395,7 +401,7 @@ def test_a_command_for_the_end_that_never_ends_is_killed(tmp_path):
     assert not psutil.pid_exists(int(begun.read_text()))
 
 
-@pytest.mark.parametrize("killed", ["runtime", "keeper"])
+@pytest.mark.parametrize("killed", sampled(["runtime", "keeper"], ci=1))
 def test_a_variable_of_a_command_for_the_end_is_in_no_command_line(start, eventually, tmp_path, killed):
     """Every user of this machine can read these. A keeper that is killed leaves the command to a shell."""
     program, seen = tmp_path / "give-back", tmp_path / "seen"
@@ -416,6 +422,7 @@ def test_a_variable_of_a_command_for_the_end_is_in_no_command_line(start, eventu
     eventually(lambda: seen.exists() and seen.read_text() == "s3cret=1", "the command has it", GONE_SECONDS)
 
 
+@pytest.mark.slow
 def test_the_keeper_takes_all_along_when_it_is_killed(start, eventually):
     tree = start()
     tree.ask("fork()")
@@ -437,24 +444,6 @@ def test_one_signal_to_the_keeper_ends_all(start, eventually, monkeypatch, pidfd
     eventually(tree.gone, "all is gone", GONE_SECONDS)
     assert tree.ask_owner("booted.keeper.wait()") == 0
     assert not _keeper.stop(tree.keeper, tree.ticks)
-
-
-def test_stray_signals_end_nothing(start, eventually):
-    tree = start()
-    before = tree.keeper, tree.runtime, tree.server
-    for pid in before:
-        for number in STRAY:
-            os.kill(pid, number)
-    rank = tree.ask("plain_fork()")
-    assert (tree.keeper, tree.runtime, tree.server) == before
-    # What it forks is not deaf, isolated or not: a rank may be ended by SIGTERM.
-    ours = {*STRAY, signal.SIGUSR1}
-    eventually(lambda: not ours & ignored_by(rank), "these signals are the user's")
-
-
-def ignored_by(pid: int) -> set[signal.Signals]:
-    (mask,) = re.findall(r"^SigIgn:\s(\w+)", Path(f"/proc/{pid}/status").read_text(), flags=re.MULTILINE)
-    return {each for each in signal.valid_signals() if int(mask, 16) >> each - 1 & 1}
 
 
 REFUSED_ONCE = """
@@ -510,7 +499,7 @@ if "nblaunch.host.keeper" in str(sys.orig_argv):
             ("import of torch halted", "import sys; sys.modules['torch'] = None"),
             ("import of nblaunch.group halted", "import sys; sys.modules['nblaunch.group'] = None"),
         ],
-        ci=2,
+        ci=1,
     ),
     ids=["no runtime", "no server", "no runtime, in the middle", "no torch", "no worker group"],
 )
@@ -520,17 +509,3 @@ def test_a_runtime_that_cannot_start_says_why(start, eventually, tmp_path, what,
     assert tree.lines.readline() == ""
     eventually(tree.gone, "all is gone", GONE_SECONDS)
     assert what in tree.ask_owner("booted.last_words()")
-
-
-def test_the_log_of_a_runtime_is_bounded_and_says_how_much_it_has_left_out(start):
-    """Who is refused may come again for days."""
-    tree = start(live=PUPPET)
-    logged = tree.ask(
-        "[__import__('logging').getLogger('nblaunch').warning('refused: %06d', number)"
-        " for number in range(30_000)] and 30_000"
-    )
-    text = (tree.root / "runtime.log").read_text()
-    first, *lines = text.splitlines()
-    assert len(text) < 300_000
-    assert lines == [f"refused: {number:06}" for number in range(logged - len(lines), logged)]
-    assert first == f"({(logged - len(lines)) * len(lines[0] + ' ')} bytes before this were left out)"

@@ -157,7 +157,6 @@ def test_nbclient_gets_one_display_of_html_and_text_for_each_run(executed):
     assert [each for each in SHOWN if each not in both] == []
 
 
-@pytest.mark.quick
 def test_what_is_saved_is_small_and_holds_no_widget_in_its_outputs(executed):
     written = nbformat.writes(executed)
     assert "widget-view" not in written

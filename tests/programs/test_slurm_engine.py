@@ -13,6 +13,7 @@ from pathlib import Path
 
 import cluster
 import pytest
+from lanes import slow
 
 from nblaunch._errors import OptionError
 from nblaunch.nodes import slurm
@@ -145,16 +146,6 @@ def test_a_job_that_is_cancelled_from_outside_is_named(hosts, request_nodes):
     assert held.ended == [f"slurm job {number} has ended: CANCELLED"]
 
 
-def test_a_job_that_is_cancelled_while_it_waits_is_named(hosts, full_cluster, request_nodes):
-    waiting = request_nodes()
-    waiting.until(lambda said: said.state is EngineState.WAITING, "it waits", SOON)
-    number = waiting.said[-1].id
-    hosts.run("scancel", number)
-    cluster.eventually(lambda: waiting.ended, "it is said that the job has ended", NAMED)
-    assert waiting.ended == [f"slurm job {number} has ended: CANCELLED"]
-    assert number > full_cluster
-
-
 def test_what_slurm_refuses_is_said_in_its_words(request_nodes):
     refused = request_nodes(words=("-p", "nowhere"))
     cluster.eventually(lambda: refused.ended, "it is refused", NAMED)
@@ -178,7 +169,7 @@ def with_squeue(hosts, tmp_path):
 
 @pytest.mark.parametrize(
     ("played", "words"),
-    [("exec sleep 100", "does not answer"), ("exit 0", "does not list it")],
+    [slow(("exec sleep 100", "does not answer")), ("exit 0", "does not list it")],
     ids=["a controller that does not answer", "a site's squeue that answers from a cache"],
 )
 def test_where_squeue_does_not_tell_of_the_job_the_nodes_say_whether_they_are_there(
@@ -199,6 +190,7 @@ def test_where_squeue_does_not_tell_of_the_job_the_nodes_say_whether_they_are_th
     assert held.ended == []
 
 
+@pytest.mark.slow
 def test_nodes_are_got_from_a_cluster_whose_squeue_takes_seconds(with_squeue, request_nodes):
     held = request_nodes(environ=with_squeue("sleep 1.2"))
     held.run()
@@ -222,6 +214,7 @@ def test_a_request_that_waits_longer_than_it_may_is_withdrawn_and_says_what_it_w
     cluster.eventually(lambda: hosts.jobs() == [f"{full_cluster} RUNNING"], "it is withdrawn", WITHDRAWN)
 
 
+@pytest.mark.slow
 def test_nodes_that_have_been_granted_are_kept_however_long_they_may_wait_in_a_queue(request_nodes):
     held = request_nodes(longest_wait=0.5)
     held.run()
@@ -296,6 +289,7 @@ def inside(hosts: cluster.SlurmCluster, number: str, nodes: int, **more: str) ->
     return {**os.environ, **hosts.environ, **of_job, **more}
 
 
+@pytest.mark.slow
 def test_a_task_of_an_array_has_a_state_of_its_own(hosts, batch, request_nodes):
     """The last one has the array's number, under which squeue lists all of them."""
     array = batch("--array=0-2", "-n1", script="test $SLURM_ARRAY_TASK_ID = 2 || exit 0; sleep 1000")
@@ -308,6 +302,7 @@ def test_a_task_of_an_array_has_a_state_of_its_own(hosts, batch, request_nodes):
     assert held.ended == []
 
 
+@pytest.mark.slow
 def test_a_heterogeneous_job_gives_the_nodes_of_its_first_component(hosts, batch, request_nodes):
     script = "#SBATCH -N1 -n1 -w alpha\n#SBATCH hetjob\n#SBATCH -N1 -n1 -w beta\nsleep 1000"
     number = batch(script=script)
@@ -352,7 +347,7 @@ allocation = SlurmEngine.ask(request)
 """
 
 
-@pytest.mark.parametrize("killed", ["os.getpid()", "os.getppid()"], ids=["runtime", "keeper"])
+@pytest.mark.parametrize("killed", ["os.getpid()", slow("os.getppid()")], ids=["runtime", "keeper"])
 def test_a_runtime_or_a_keeper_that_is_killed_withdraws_what_waits(hosts, full_cluster, poke, killed):
     """No process of ours is a job that waits: who kills salloc leaves it in the queue.
 

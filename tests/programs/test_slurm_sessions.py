@@ -322,6 +322,7 @@ def said(program: subprocess.Popen[str], cell: str = "") -> str:
     return program.stdout.readline().strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nnodes", [pytest.param(2, marks=pytest.mark.slow), "1:2"])
 def test_the_nodes_are_given_back_where_all_of_a_users_processes_are_killed_at_once(
     slurm, two, holder, nnodes

@@ -157,42 +157,6 @@ def test_lines_come_live_above_a_status_line_that_is_gone_in_the_end(terminal_of
     ]
 
 
-BARS = """
-def job():
-    import time
-    from tqdm import tqdm
-    from rich.progress import Progress
-    for _ in tqdm(range(20), desc="epoch", mininterval=0.01):
-        time.sleep(0.05)
-    with Progress() as progress:
-        tasks = [progress.add_task(name, total=10) for name in ("outer", "inner")]
-        for _ in range(10):
-            for task in tasks:
-                progress.advance(task)
-            time.sleep(0.05)
-    print("done")
-nblaunch.run(job, nproc=2, display=True)
-"""
-
-
-def test_a_bar_is_in_the_status_line_while_it_grows_and_printed_once_it_is_full(terminal_of):
-    pytest.importorskip("tqdm")
-    pytest.importorskip("rich")
-    session = terminal_of(BARS, columns=120, lines=40)
-    assert session.end() == 0
-    bars = [each for each in session.seen if "| rank 0: epoch:" in each]
-    assert len(set(bars)) > 3
-    lines = session.text.splitlines()
-    for rank in (0, 1):
-        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
-        assert [line.split()[2] for line in mine if "epoch" in line or "done" in line] == ["epoch:", "done"]
-        # One that was printed before it was known to be drawn again; and as it is in the end.
-        for name in ("outer", "inner"):
-            drawn = [line for line in mine if name in line]
-            assert "100%" in drawn[-1]
-            assert len(drawn) <= 2
-
-
 def test_an_interrupt_leaves_no_status_line(terminal_of, tmp_path):
     session = terminal_of(f"path = {str(tmp_path / 'never')!r}\n{TALK}")
     session.read_until(lambda: session.text.count("hello") == 2, "both ranks say hello")
@@ -203,6 +167,7 @@ def test_an_interrupt_leaves_no_status_line(terminal_of, tmp_path):
     assert "KeyboardInterrupt" in session.text
 
 
+@pytest.mark.slow
 def test_what_the_program_prints_meanwhile_stands_on_lines_of_its_own(terminal_of, tmp_path):
     """However much of it, and whichever stream it goes to."""
     go, end = tmp_path / "go", tmp_path / "end"
@@ -239,7 +204,6 @@ def test_what_is_no_terminal_gets_no_control_characters(script, tmp_path):
     assert "[nblaunch]" not in ran.stdout
 
 
-@pytest.mark.quick
 def test_a_cell_in_terminal_ipython_comes_live_and_the_prompt_is_clean_after_it(tmp_path):
     command = [sys.executable, "-m", "IPython", "--no-banner", "--ext=nblaunch", "--no-confirm-exit"]
     root = str(Path(__file__).parents[2])
@@ -264,6 +228,3 @@ def test_a_cell_in_terminal_ipython_comes_live_and_the_prompt_is_clean_after_it(
         assert session.end() == 0
     finally:
         session.close()
-
-
-# --- the terminal alone ----------------------------------------------------------------------------

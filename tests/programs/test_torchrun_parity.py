@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import nblaunch
 
 # The whole of a rank's own variables, and not only those that somebody has thought of.
@@ -91,19 +93,7 @@ def test_a_rank_sees_what_it_sees_under_torchrun(tmp_path, monkeypatch):
         assert without_what_must_differ(name, ours[name]) == without_what_must_differ(name, theirs[name])
 
 
-def test_so_it_does_where_the_user_has_set_some_of_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM")
-    monkeypatch.setenv("RANK", "of another launcher")
-    theirs = torchrun(tmp_path, "--nproc-per-node", "2")
-    ours = here(tmp_path, nproc=2, role="default")
-    assert set(theirs) == set(ours) == {"0-0", "0-1"}
-    for name in theirs:
-        assert without_what_must_differ(name, ours[name]) == without_what_must_differ(name, theirs[name])
-    assert ours["0-0"]["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM"
-
-
+@pytest.mark.slow
 def test_a_rank_that_is_alone_may_use_all_cores_as_under_torchrun(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "OMP_NUM_THREADS" not in torchrun(tmp_path, "--nproc-per-node", "1")["0-0"]

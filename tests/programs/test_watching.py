@@ -88,6 +88,7 @@ GIVING = (
 )
 
 
+@pytest.mark.slow
 def test_who_watches_and_gives_a_job_is_told_who_has_the_session(owner, detached_kernels):
     watcher = detached_kernels()
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')\nx = 9")
@@ -163,21 +164,6 @@ def test_the_first_that_gives_a_job_once_nobody_has_the_session_has_it(detached_
     # As that of one that never gave a job, its end is not that of the session.
     second.ok("session.close()")
     assert first.value("session.pull('x')") == {"x": [7, 7]}
-
-
-def test_who_watches_takes_the_session_over_later(owner, detached_kernels):
-    watcher = detached_kernels()
-    watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')\n%distributed attach train")
-    watcher.ok("%distributed attach train --take")
-    watcher.ok("%%distributed --out res\nx = x + 1\nx")
-    assert watcher.value("res.values") == [8, 8]
-    # What this process has attached before may give jobs as well.
-    assert watcher.value("session.pull('x')") == {"x": [8, 8]}
-    assert f"(pid {watcher.pid} on " in owner.fails("%%distributed\nx").evalue
-    owner.ok("import nblaunch\nback = nblaunch.Session.attach('train', take=True)")
-    owner.ok("%%distributed --out res\nx")
-    assert owner.value("res.values") == [8, 8]
-    assert f"(pid {owner.pid} on " in watcher.fails("session.run(int)").evalue
 
 
 SLOW = """

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import signal
-import subprocess
-import sys
-import tempfile
-import textwrap
 import threading
 import time
-from pathlib import Path
 
-import disks
 import psutil
 import pytest
 from chaos import failing, must_work, soon, usual
@@ -23,9 +14,7 @@ from lanes import sampled
 import nblaunch
 from nblaunch.client.local import local
 
-SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
-SMALL = pytest.mark.parametrize("nproc", sampled([2, 4], ci=1))
-"""Where more ranks are no more than that."""
+SIZES = pytest.mark.parametrize("nproc", sampled([2, 4], ci=1))
 
 
 def waiting(flags):
@@ -61,48 +50,11 @@ def fork_server():
     return server
 
 
-def failing_without_a_cause(job, nproc, error):
-    started = time.monotonic()
-    with pytest.raises(error) as caught:
-        nblaunch.run(job, nproc=nproc)
-    assert soon(time.monotonic() - started, nproc)
-    return caught.value
-
-
 # --- the fork server and its keeper ----------------------------------------------------------------
 
 
-@SIZES
-@pytest.mark.parametrize("who", ["fork server", "keeper"])
-def test_all_ranks_are_lost_with_the(who, nproc, tmp_path):
-    if who == "keeper":
-        local().close()  # what its runtime has said to other tests is not looked at
-        must_work(nproc)
-    usual(nproc)
-    if who == "keeper":
-        ranks = fork_server().children
-        thread = strike(tmp_path, nproc, lambda: [psutil.wait_procs(ranks(), 0), keeper().kill()])
-        error = failing_without_a_cause(waiting(tmp_path), nproc, nblaunch.LaunchError)
-        thread.join()
-        assert str(error) == "nblaunch's runtime has ended, and all ranks with it. It printed nothing."
-        must_work(nproc)
-        return
-    thread = strike(tmp_path, nproc, fork_server().kill)
-    failed = failing(waiting(tmp_path), nproc)
-    thread.join()
-    assert soon(failed.seconds, nproc)
-    assert str(failed.error).startswith(
-        f"ranks 0-{nproc - 1} of {nproc} failed: was lost with the fork server, which all ranks are forks of"
-    )
-    assert [each.state for each in failed.result.ranks] == ["FAILED"] * nproc
-    assert {each.signal for each in failed.result.failures} == {"SIGKILL"}
-    assert [each.stdout for each in failed.result.ranks] == ["begun\n"] * nproc
-    # The next one has to be started; that takes as long as the first.
-    must_work(nproc)
-
-
 def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
-    usual(2)
+    must_work(2)
 
     def job():
         attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -119,21 +71,6 @@ def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
     assert ["was lost with the fork server" in each.reason for each in first.failures] == [True, True]
 
 
-@pytest.mark.slow_at("later-fork server", "at once-keeper", "at once-fork server")
-@pytest.mark.parametrize("who", sampled(["fork server", "keeper"]))
-@pytest.mark.parametrize("noticed", [False, True], ids=["at once", "later"])
-def test_the_next_run_starts_another(who, noticed):
-    usual(2)
-    before = keeper(), fork_server()
-    (before[1] if who == "fork server" else before[0]).kill()
-    if noticed:
-        psutil.wait_procs(before, timeout=10)
-    must_work(2)
-    # Without its keeper, it is init's to reap.
-    assert psutil.wait_procs(before[1:], timeout=10)[1] == []
-    assert (keeper().pid == before[0].pid) == (who == "fork server")
-
-
 # --- the agent's thread ----------------------------------------------------------------------------
 
 BROKEN_AGENT = """
@@ -145,7 +82,8 @@ def broken(*_):
 """
 
 
-@SMALL
+@pytest.mark.slow
+@SIZES
 def test_an_agent_that_raises_ends_its_ranks_and_says_what_it_raised(nproc, tmp_path, poke):
     usual(nproc)
     poke(BROKEN_AGENT)
@@ -168,47 +106,20 @@ RankAgent._monitor_workers = break_once_all_have_begun
     must_work(nproc)
 
 
-@pytest.mark.parametrize("step", ["_rendezvous", "_start_workers"])
-def test_an_agent_that_cannot_even_start_its_ranks_says_so(step, poke):
+@pytest.mark.slow
+def test_an_agent_that_cannot_even_start_its_ranks_says_so(poke):
     usual(2)
-    poke(f"{BROKEN_AGENT}whole, RankAgent.{step} = RankAgent.{step}, broken")
+    poke(f"{BROKEN_AGENT}whole, RankAgent._start_workers = RankAgent._start_workers, broken")
     with pytest.raises(nblaunch.LaunchError, match="ZeroDivisionError: injected"):
         nblaunch.run(os.getpid, nproc=2)
-    poke(f"RankAgent.{step} = whole")
-    must_work(2)
-
-
-# --- the hub ---------------------------------------------------------------------------------------
-
-
-CLOSE = "local.hub.call(local.hub._socket.close)"
-
-
-@SMALL
-def test_a_hub_whose_socket_is_closed_ends_the_run_and_is_replaced(nproc, tmp_path, poke):
-    """It goes with the runtime, which serves nobody any more."""
-    usual(nproc)
-    must_work(nproc)  # the runtime is another one
-    before = local().runtime
-    thread = strike(tmp_path, nproc, lambda: poke(CLOSE))
-    failed = failing_without_a_cause(waiting(tmp_path), nproc, nblaunch.LaunchError)
-    thread.join()
-    assert "nblaunch's runtime has ended, and all ranks with it" in str(failed)
-    assert "zmq.error.ZMQError" in str(failed)
-    must_work(nproc)
-    assert local().runtime is not before
-
-
-def test_a_hub_whose_socket_is_closed_between_runs_is_replaced(poke):
-    usual(2)
-    poke(CLOSE)
+    poke("RankAgent._start_workers = whole")
     must_work(2)
 
 
 # --- a rank's end of it ----------------------------------------------------------------------------
 
 
-@SMALL
+@SIZES
 def test_a_rank_that_loses_its_connection_is_a_failure(nproc):
     """Libraries that become a daemon close every descriptor; ZMQ then ends the process."""
 
@@ -236,142 +147,3 @@ def test_a_thread_that_never_ends_does_not_keep_a_sessions_ranks_for_ever():
     started = time.monotonic()
     session.close()
     assert soon(time.monotonic() - started, 2, waited=1)
-
-
-# --- a full disk -----------------------------------------------------------------------------------
-
-FULL_DISK = """
-import json, os, shutil, sys, time
-import nblaunch, torch
-
-def fill():
-    descriptor = os.open(os.path.join(os.environ["TMPDIR"], "full"), os.O_CREAT | os.O_WRONLY)
-    for size in (4096, 1):
-        try:
-            while os.write(descriptor, b"x" * size):
-                pass
-        except OSError:
-            pass
-    os.close(descriptor)
-
-def prints():
-    print("x" * 200_000)    # more room than anything else here can give back meanwhile
-
-def fills_and_prints():
-    fill()
-    prints()
-
-def silent(tensor):
-    return tensor + 1
-
-def attempt(job, *arguments):
-    started = time.monotonic()
-    try:
-        result = nblaunch.run(job, args=arguments, nproc=2)
-        outcome = [[len(str(value)) for value in result.values], list(result.warnings)]
-    except nblaunch.NblaunchError as error:
-        outcome = f"{type(error).__name__}: {error}"
-    return outcome, time.monotonic() - started
-
-outcomes = {}
-if sys.argv[1] == "before":
-    fill()
-    outcomes["first"] = attempt(prints)
-else:
-    outcomes["first"] = attempt(os.getpid)
-    outcomes["while it runs"] = attempt(fills_and_prints)
-    fill()  # what that run has removed
-outcomes["full"] = attempt(prints)
-outcomes["silent"] = attempt(silent, torch.zeros(1_000_000))
-os.unlink(os.path.join(os.environ["TMPDIR"], "full"))
-outcomes["again"] = attempt(prints)
-print(json.dumps(outcomes))
-"""
-
-
-@pytest.fixture
-def on_a_tiny_disk(tmp_path):
-    """Give a function that runs a program whose TMPDIR is a file system of one megabyte."""
-    disks.need_mounts_of_its_own()
-    # A short path: one that is too long for a socket is replaced by a directory elsewhere.
-    disk = Path(tempfile.mkdtemp(prefix="d-"))
-
-    def run(source, *arguments):
-        (tmp_path / "program.py").write_text(textwrap.dedent(source))
-        command = (
-            'mount -t tmpfs -o size=1m none "$TMPDIR" && "$@"; code=$?; ls "$TMPDIR" >&2; '
-            'umount -l "$TMPDIR"; exit $code'
-        )
-        return subprocess.run(
-            ["unshare", "-m", "sh", "-c", command, "sh", sys.executable, "program.py", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(disk), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-
-    yield run
-    disk.rmdir()
-
-
-NONE, ONES = len("None"), len("tensor([1., 1., 1.,  ..., 1., 1., 1.])")
-
-
-def test_on_a_disk_that_fills_up_runs_go_on_and_say_what_was_dropped(on_a_tiny_disk):
-    done = on_a_tiny_disk(FULL_DISK, "during")
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)
-    for name in ("while it runs", "full"):
-        (lengths, (warning,)), seconds = outcomes[name]
-        assert lengths == [NONE] * 2
-        assert re.fullmatch(
-            r"the disk that takes what ranks print is full \(TMPDIR, --log-dir\): "
-            r"[\d,]+ bytes of rank 0, [\d,]+ bytes of rank 1 were dropped",
-            warning,
-        )
-        assert seconds < 30
-    # What needs no room on that disk works: values and arguments travel in memory.
-    assert outcomes["silent"][0] == [[ONES] * 2, []]
-    assert outcomes["again"][0] == [[NONE] * 2, []]
-    # The program itself has ended as it should, and left nothing.
-    assert done.stderr == ""
-
-
-def test_a_disk_that_is_full_from_the_beginning_is_passed_over(on_a_tiny_disk):
-    done = on_a_tiny_disk(FULL_DISK, "before")
-    assert done.returncode == 0, done.stderr
-    outcomes = {name: outcome for name, ((outcome, _), _) in json.loads(done.stdout).items()}
-    assert outcomes == {"first": [NONE] * 2, "full": [NONE] * 2, "silent": [ONES] * 2, "again": [NONE] * 2}
-    assert done.stderr == ""
-
-
-# --- and all of it from a notebook -----------------------------------------------------------------
-
-
-def test_a_notebook_survives_the_death_of_all_of_its_processes(kernel):
-    """One after the other: the ranks, the fork server, the keeper."""
-    for victim in ("ranks", "server", "keeper"):
-        kernel.ok("%%distributed -n 2\nrank")
-        (keeper_of_it,) = psutil.Process(kernel.pid).children()
-        runtime = kernel.value("__import__('nblaunch').client.local.local().runtime.welcome.pid")
-        (server,) = (each for each in keeper_of_it.children() if each.pid != runtime)
-        while server.children():
-            time.sleep(0.01)  # until the ranks of the cell above have left
-        pending = kernel.submit("%%distributed -n 2\nimport time; time.sleep(1000)")
-        while len(server.children()) < 2:
-            time.sleep(0.01)
-        targets = {"ranks": server.children(), "server": [server], "keeper": [keeper_of_it]}[victim]
-        for each in targets:
-            each.send_signal(signal.SIGKILL)
-        ran = pending.finish()
-        assert ran.error is not None
-        assert ran.error.ename in ("RunFailedError", "LaunchError")
-        assert (
-            ("killed by SIGKILL" in ran.error.evalue)
-            or ("fork server" in ran.error.evalue)
-            or ("runtime has ended" in ran.error.evalue)
-        )
-    kernel.ok("%%distributed -n 2 --out res\nrank")
-    assert kernel.value("res.values") == [0, 1]

@@ -7,7 +7,7 @@ import re
 import pytest
 from lanes import sampled
 
-pytestmark = [pytest.mark.oldest, pytest.mark.quick]
+pytestmark = pytest.mark.oldest
 
 README_CELL = """
 %%distributed -n 2 --out res
@@ -34,7 +34,7 @@ def test_the_readme_cell_gives_one_value_per_rank_and_shows_what_each_printed(ke
     assert (ran.stderr, ran.result) == ("", None)
 
 
-@pytest.mark.parametrize("world_size", sampled([4, 1, 2, 8], 2))
+@pytest.mark.parametrize("world_size", sampled([4, 8]))
 def test_n_ranks_give_n_values_in_rank_order(kernel, world_size):
     kernel.ok(f"""
     %%distributed -n {world_size} --out res
@@ -87,7 +87,7 @@ def test_a_cell_that_is_nothing_but_its_magic_is_told_to_be_empty(kernel):
     assert "the cell body is empty" in kernel.run("%%distributed -n 2 --out res").stderr
 
 
-@pytest.mark.parametrize("body", ["\n\n", "# nothing to do", "'''only a text''';", "pass", "x = 1"])
+@pytest.mark.parametrize("body", ["\n\n", "'''only a text''';"])
 def test_a_cell_without_a_value_succeeds_with_none(cell_door, body):
     assert cell_door(body) == [None, None]
 
@@ -110,8 +110,7 @@ def test_display_in_a_rank_is_in_the_result_and_in_the_notebook(kernel):
     assert texts.index("before") < texts.index("a picture") < texts.index("after")
 
 
-@pytest.mark.parametrize("how", sampled(["", "%matplotlib inline"]))
-@pytest.mark.parametrize("end", sampled(["", "plt.show()"]))
+@pytest.mark.parametrize(("how", "end"), sampled([("", ""), ("%matplotlib inline", "plt.show()")]))
 def test_figures_of_a_rank_are_shown(kernel, how, end):
     pytest.importorskip("matplotlib")
     kernel.ok(f"""
@@ -146,6 +145,7 @@ def test_both_streams_come_back_apart_and_in_order(kernel):
 # --- what works in a notebook cell works on a rank ---------------------------------------------------
 
 
+@pytest.mark.slow_at("cell")
 @pytest.mark.parametrize(
     ("body", "value"),
     [
@@ -178,7 +178,7 @@ def test_both_streams_come_back_apart_and_in_order(kernel):
         "global",
         "source",
         "loop",
-        "cell-magic",
+        "timed",
         "capture",
         "future",
         "exit",
@@ -231,9 +231,8 @@ def test_a_comment_may_end_the_line(kernel):
     assert kernel.value("res.values") == [2, 2]
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_shows_every_option_and_runs_nothing(kernel, flag):
-    ran = kernel.ok(f"%%distributed {flag}\nraise ValueError")
+def test_help_shows_every_option_and_runs_nothing(kernel):
+    ran = kernel.ok("%%distributed -h\nraise ValueError")
     assert {"--max-restarts", "--timeout", "--out", "--no-init"} <= set(re.findall(r"--[a-z-]+", ran.stdout))
     assert kernel.value("'_' in dir() and getattr(_, 'ranks', None)") in (None, False)
 
@@ -243,21 +242,15 @@ def test_the_question_mark_shows_the_options(kernel):
     assert "--max-restarts" in message["content"]["data"]["text/plain"]
 
 
-@pytest.mark.parametrize(
-    ("text", "offered"),
-    [
-        ("%%distributed --max", {"--max-restarts"}),
-        ("%%distributed -n 2 --ti", {"--timeout"}),
-        ("%%distributed --backend g", {"gloo"}),
-    ],
-)
-def test_the_tab_key_completes_options(kernel, text, offered):
-    assert offered <= set(kernel.complete(text))
-
-
-def test_the_tab_key_in_the_cell_completes_python(kernel):
+def test_the_tab_key_completes_options_and_in_the_cell_python(kernel):
     kernel.ok("some_long_name = 1")
-    assert "some_long_name" in kernel.complete("%%distributed -n 2\nsome_lo")
+    for text, offered in {
+        "%%distributed --max": "--max-restarts",
+        "%%distributed -n 2 --ti": "--timeout",
+        "%%distributed --backend g": "gloo",
+        "%%distributed -n 2\nsome_lo": "some_long_name",
+    }.items():
+        assert offered in kernel.complete(text)
 
 
 # --- options ---------------------------------------------------------------------------------------
@@ -267,19 +260,8 @@ def test_the_tab_key_in_the_cell_completes_python(kernel):
     ("line", "told"),
     [
         ("--time-out 3", ["--time-out", "--timeout"]),
-        ("--nprocs 2", ["--nprocs", "--nproc"]),
-        ("-n two", ["-n", "two"]),
-        ("-n 0", ["-n", "0"]),
-        ("-n -1", ["-n", "-1"]),
-        ("--timeout soon", ["--timeout", "soon"]),
-        ("--out 3x", ["--out", "3x"]),
-        ("--env NAME", ["--env", "NAME"]),
         ("-n 2 --backend nccl", ["nccl", "0 GPUs", "Lower nproc", "backend='gloo'"]),
-        ("-n gpu", ["no GPU", "nproc=2"]),
-        ("-n", ["-n", "value"]),
-        ("train.py", ["train.py"]),
         ("--log-dir /etc/passwd", ["/etc/passwd", "no directory"]),
-        ("--log-dir /proc/nowhere/logs", ["/proc/nowhere/logs", "Give a directory"]),
     ],
 )
 def test_a_wrong_option_says_what_to_do_before_anything_starts(kernel, tmp_path, line, told):
@@ -328,10 +310,7 @@ def test_a_log_directory_keeps_each_ranks_streams(kernel, tmp_path):
     ("body", "line", "shown"),
     [
         ("x = 1\ny = = 2", 3, "y = = 2"),
-        ("def f(:\n    pass", 2, "def f(:"),
-        ("if True:\nx = 1", 3, "x = 1"),
         ("x = (1,\n     2", 2, "x = (1,"),
-        ("x = 'open", 2, "x = 'open"),
         ("return 3", 2, "return 3"),
     ],
 )
@@ -346,7 +325,6 @@ def test_a_syntax_error_shows_the_cells_own_line(kernel, body, line, shown):
 # --- the terminal ----------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_the_magic_works_in_terminal_ipython(terminal):
     done = terminal(
         [
@@ -362,7 +340,6 @@ def test_the_magic_works_in_terminal_ipython(terminal):
     assert done.stderr == ""
 
 
-@pytest.mark.full
 def test_an_error_in_terminal_ipython_shows_the_cells_line_only(terminal):
     done = terminal(["%load_ext nblaunch", "%%distributed -n 2\nif rank == 1:\n    1 / 0", "1 + 1"])
     assert done.returncode == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from lanes import sampled
 
 pytestmark = pytest.mark.oldest
 
@@ -258,8 +259,8 @@ USES = {
 
 
 @pytest.mark.quick
-@pytest.mark.slow_at("cell")
-@pytest.mark.parametrize(("setup", "body", "value"), USES.values(), ids=USES.keys())
+@pytest.mark.slow_at("cell", "run")
+@pytest.mark.parametrize(("setup", "body", "value"), sampled(USES.values(), 12), ids=USES.keys())
 def test_a_cell_finds_what_it_uses_of_the_notebook(door, setup, body, value):
     assert door(body, setup) == value
 
@@ -276,7 +277,7 @@ def test_a_class_body_in_a_cell_finds_a_variable_of_the_notebook(cell_door, setu
     assert cell_door(body, setup) == [1, 1]
 
 
-@pytest.mark.slow_at("cell")
+@pytest.mark.slow_at("cell", "run")
 @pytest.mark.parametrize(
     ("setup", "body", "value"),
     [
@@ -353,7 +354,6 @@ def test_the_cell_shadows_a_builtin_on_its_ranks_only(kernel):
     assert kernel.value("[len([1]), max(1, 2)]") == [1, 2]
 
 
-@pytest.mark.quick
 def test_rank_local_rank_world_size_and_device_are_the_ranks_own(kernel):
     names = "rank, local_rank, world_size, device"
     kernel.ok(f"{names} = 'mine', 'my', 'own', 'names'\ndef who(): return {names}")
@@ -393,7 +393,6 @@ def test_a_class_that_is_changed_between_runs_has_changed_on_ranks(kernel):
 # --- what stays ------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_nothing_that_ranks_do_changes_the_notebook(kernel):
     kernel.ok("""
     import numpy as np, torch
@@ -444,20 +443,23 @@ def test_nothing_that_ranks_do_changes_the_notebook(kernel):
 @pytest.mark.slow_at("cell")
 @pytest.mark.parametrize(
     "body",
-    [
-        "lock = rank\nlock",
-        "for lock in range(rank + 1): pass\nlock",
-        "def lock(): return rank\nlock()",
-        "import math as lock\nrank",
-        "with open('/dev/null') as lock: pass\nrank",
-        "lock, other = rank, 1\nlock",
-        "[lock for lock in [rank]][0]",
-        "def f(lock): return lock\nf(rank)",
-        "x = {'lock': rank}\nx['lock']",
-        "'lock' and rank",
-        "import types\ntypes.SimpleNamespace(lock=rank).lock",
-        "if (lock := rank) is not None: lock\nlock",
-    ],
+    sampled(
+        [
+            "lock = rank\nlock",
+            "for lock in range(rank + 1): pass\nlock",
+            "def lock(): return rank\nlock()",
+            "import math as lock\nrank",
+            "with open('/dev/null') as lock: pass\nrank",
+            "lock, other = rank, 1\nlock",
+            "[lock for lock in [rank]][0]",
+            "def f(lock): return lock\nf(rank)",
+            "x = {'lock': rank}\nx['lock']",
+            "'lock' and rank",
+            "import types\ntypes.SimpleNamespace(lock=rank).lock",
+            "if (lock := rank) is not None: lock\nlock",
+        ],
+        4,
+    ),
 )
 def test_a_name_that_the_cell_defines_first_or_never_loads_is_not_sent(cell_door, body):
     assert cell_door(body, "import threading\nlock = threading.Lock()") == [0, 1]
@@ -485,10 +487,9 @@ box = {"late": Late()}
 """
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("setup", "body", "path", "kind"),
-    [
+    sampled([
         ("lock = threading.Lock()", "lock", "lock", "_thread.lock"),
         ("model = types.SimpleNamespace(trainer=types.SimpleNamespace(_lock=threading.Lock()))", "model",
          "model.trainer._lock", "_thread.lock"),
@@ -496,10 +497,10 @@ box = {"late": Late()}
         ("gen = (x for x in [1])", "list(gen)", "gen", "generator"),
         ("lock = threading.Lock()\ndef f(): return lock", "f()", "lock", "_thread.lock"),
         ("sock = socket.socket()", "sock", "sock", "socket.socket"),
-        ("class Row: pass\nrows = [*(Row() for _ in range(60_000)), (x for x in [])]", "rows",
-         "rows[60000]", "generator"),
+        ("class Row: pass\nrows = [*(Row() for _ in range(20_000)), (x for x in [])]", "rows",
+         "rows[20000]", "generator"),
         (FAILS_LATE, "box", "box['late']: no more", "Late"),
-    ],
+    ], 3),
 )  # fmt: skip
 def test_what_cannot_be_sent_is_named_before_anything_starts(  # noqa: PLR0913, PLR0917 - two are fixtures
     kernel, tmp_path, setup, body, path, kind

@@ -145,7 +145,6 @@ def test_a_checkpoint_that_is_saved_in_the_background_is_whole_after_the_cell(ke
     assert kernel.value("loaded['w'].equal(torch.arange(1_000_000.))") is True
 
 
-@pytest.mark.quick
 def test_the_ranks_of_a_session_wait_for_no_thread_until_they_are_closed(kernel, free, tmp_path):
     kernel.ok("%distributed start -n 2")
     kernel.ok(f"""
@@ -192,7 +191,6 @@ BRIEF = end("time.monotonic() < began + 0.3").replace("def helper", "began = tim
 THROUGH = pytest.mark.parametrize("through", [function, pytest.param(script, marks=pytest.mark.full)])
 
 
-@pytest.mark.quick
 @THROUGH
 @pytest.mark.parametrize(
     ("last", "ends"),

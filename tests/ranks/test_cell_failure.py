@@ -25,7 +25,6 @@ def alive(kernel, pids):
 # --- what the reader is told -----------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_the_error_names_the_rank_the_exception_and_the_cells_own_line(kernel):
     error = kernel.fails(FAILS_ON_RANK_1)
     assert error.ename == "RunFailedError"
@@ -34,18 +33,6 @@ def test_the_error_names_the_rank_the_exception_and_the_cells_own_line(kernel):
     assert source.strip() == 'raise ValueError("boom")'
     assert "/nblaunch/" not in error.traceback, "our frames are no news to the reader"
     assert re.search(r"-+> 4 .*raise ValueError", error.traceback)
-
-
-def test_the_other_rank_is_gone_within_a_second_and_the_next_cell_works(kernel):
-    kernel.ok("import time")
-    kernel.fails(FAILS_ON_RANK_1)
-    waited = kernel.value("time.time() - res.failures[0].time")
-    pids = kernel.value("[each.pid for each in res.ranks]")
-    assert len(set(pids)) == 2
-    assert alive(kernel, pids) == []
-    assert waited < 1.0
-    kernel.ok("%%distributed -n 2 --out again\nrank")
-    assert kernel.value("again.values") == [0, 1]
 
 
 def test_the_cause_is_the_remote_exception_itself(kernel):
@@ -66,33 +53,6 @@ def test_the_cause_is_the_remote_exception_itself(kernel):
         "assert error.root_cause.exception is cause and error.root_cause.rank == 1 and error.result is res"
     )
     kernel.ok("assert isinstance(error, RuntimeError) and isinstance(error, nblaunch.NblaunchError)")
-
-
-def test_the_result_of_a_failed_run_is_the_underscore_as_well(kernel):
-    kernel.fails("%%distributed -n 2\nprint('said before')\n1 / rank")
-    assert kernel.value("[_.ok, _.failures[0].rank, _.ranks[0].stdout]") == [False, 0, "said before\n"]
-
-
-@pytest.mark.quick
-def test_the_first_to_fail_is_the_root_cause_and_those_it_takes_along_are_consequences(kernel):
-    error = kernel.fails("""
-    %%distributed -n 4 --out res
-    import torch, torch.distributed as dist
-    if rank == 2:
-        raise OSError("disk")
-    dist.all_reduce(torch.ones(1))
-    """)
-    assert error.evalue.startswith("rank 2 of 4 failed: OSError: disk")
-    consequences = kernel.value("[each.consequence_of for each in res.failures if each.rank != 2]")
-    assert set(consequences) <= {2}
-    assert kernel.value("res.root_cause.rank") == 2
-
-
-def test_ranks_that_fail_for_reasons_of_their_own_are_all_told(kernel):
-    error = kernel.fails("%%distributed -n 3 --out res\nif rank: raise ValueError(f'own {rank}')")
-    assert "failed too" in error.evalue
-    assert kernel.value("sorted(each.message for each in res.failures)") == ["own 1", "own 2"]
-    assert kernel.value("[each.consequence_of for each in res.failures]") == [None, None]
 
 
 def test_a_failure_in_a_notebook_function_shows_the_line_of_the_cell_that_defines_it(kernel):
@@ -125,11 +85,8 @@ def test_a_failure_in_a_module_shows_the_way_there(kernel, tmp_path):
 @pytest.mark.parametrize(
     ("body", "exitcode", "told"),
     [
-        ("import os; os._exit(4)", 4, "exit code 4"),
         ("import asyncio; raise asyncio.CancelledError", 1, "CancelledError"),
-        ("raise BaseException('base')", 1, "base"),
         ("raise BaseExceptionGroup('many', [ValueError('a'), KeyboardInterrupt()])", 1, "many"),
-        ("assert rank == 0, 'not here'", 1, "not here"),
         ("await broken()\nasync def broken(): pass", 1, "broken"),
         ("%not_a_magic_at_all", 1, "not_a_magic_at_all"),
     ],
@@ -143,18 +100,9 @@ def test_a_rank_that_ends_without_a_value_is_a_failure_whatever_ends_it(kernel, 
     assert kernel.value("[[each.rank, each.exitcode] for each in res.failures]") == [[1, exitcode]]
 
 
-@pytest.mark.quick
-def test_what_a_rank_printed_before_it_died_is_there(kernel):
-    kernel.fails(
-        "%%distributed -n 2 --out res\nimport os\nprint('last words')\nif rank: os.kill(os.getpid(), 9)\n1"
-    )
-    assert kernel.value("[res.ranks[1].stdout, res.failures[0].signal]") == ["last words\n", "SIGKILL"]
-
-
 # --- restarts, time limits, interrupts -------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_with_a_restart_the_values_are_those_of_the_last_attempt(kernel):
     kernel.ok("""
     %%distributed -n 2 --out res --max-restarts 1
@@ -179,39 +127,13 @@ def test_with_a_restart_the_values_are_those_of_the_last_attempt(kernel):
     assert kernel.value("[each.stdout for each in res.ranks]") == ["attempt 1\n"] * 2
 
 
-@pytest.mark.quick
-def test_a_timeout_is_a_timeout_error_with_a_hang_report(kernel):
-    kernel.ok("""
-    import nblaunch
-    line, cell = "-n 2 --timeout 3 --grace 0 --out res", "import time\\nwhile True: time.sleep(0.1)"
-    try:
-        get_ipython().run_cell_magic("distributed", line, cell)
-    except TimeoutError as caught:
-        error = caught
-    """)
-    kernel.ok("assert isinstance(error, nblaunch.RunFailedError) and error.result is res")
-    assert kernel.value("[list(each.ranks) for each in error.hang_report.groups]") in ([[0, 1]], [[0], [1]])
-    assert "line 3" in kernel.value("str(error.hang_report)")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "body",
-    [
-        "time.sleep(600)",
-        "while True: pass",
-        "dist.barrier() if rank else time.sleep(600)",
-        "dist.all_reduce(torch.ones(1), group=dist.new_group([1])) if rank else dist.barrier()",
-    ],
-    ids=["sleep", "busy", "collective", "one-in-a-collective"],
-)
-def test_an_interrupt_ends_the_cell_and_the_kernel_goes_on(kernel, tmp_path, eventually, body):
+def test_an_interrupt_ends_the_cell_and_the_kernel_goes_on(kernel, tmp_path, eventually):
     pending = kernel.submit(f"""
     %%distributed -n 2 --out res --grace 2
-    import pathlib, time, torch, torch.distributed as dist
+    import pathlib
     print("began")
     pathlib.Path({str(tmp_path)!r}, str(rank)).touch()
-    {body}
+    while True: pass
     """)
     eventually(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks have begun", 30)
     kernel.interrupt()

@@ -35,15 +35,9 @@ PLAIN = [
 ]
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "world_size", [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
-)
-def test_plain_objects_come_back_equal_and_in_rank_order(kernel, world_size):
+def test_plain_objects_come_back_equal_and_in_rank_order(kernel):
     kernel.ok(f"expressions = {PLAIN!r}")
-    kernel.ok(
-        f"%%distributed -n {world_size} --out res\n[eval(each, {{'rank': rank}}) for each in expressions]"
-    )
+    kernel.ok("%%distributed -n 2 --out res\n[eval(each, {'rank': rank}) for each in expressions]")
     wrong = kernel.value(
         """[
         (rank, each, repr(got))
@@ -105,6 +99,7 @@ def tensors(rank):
     yield torch.tensor(rank)
     yield torch.zeros(0, 3)
     yield base.t()
+    yield torch.arange(6144.0).reshape(2, 3, 32, 32).to(memory_format=torch.channels_last)
     yield base[::2, 1::2]
     yield base[0].expand(3, 6)
     yield torch.nn.Parameter(torch.ones(2) * rank)
@@ -116,7 +111,6 @@ def tensors(rank):
 """
 
 
-@pytest.mark.quick
 def test_cpu_tensors_of_every_kind_come_back_equal_and_writable(kernel):
     kernel.ok(TENSORS)
     kernel.ok("%%distributed -n 2 --out res\nlist(tensors(rank))")
@@ -137,7 +131,6 @@ def test_cpu_tensors_of_every_kind_come_back_equal_and_writable(kernel):
     """)
 
 
-@pytest.mark.quick
 def test_models_come_back_as_the_notebooks_own_class(kernel):
     kernel.ok("""
     import torch
@@ -262,25 +255,6 @@ def test_functions_lambdas_and_closures_come_back_and_can_be_called(kernel):
     assert kernel.value("'base' in dir()") is False
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("expression", "kind"),
-    [
-        ("(x for x in [1])", "generator"),
-        ("__import__('threading').Lock()", "lock"),
-        ("[{'a': __import__('socket').socket()}]", "socket"),
-    ],
-)
-def test_a_value_that_cannot_be_sent_is_shown_and_fails_no_rank(kernel, expression, kind):
-    kernel.ok(f"%%distributed -n 4 --out res\n{expression} if rank == 2 else rank * 10")
-    assert kernel.value("[res[0], res[1], res[3], res.ok]") == [0, 10, 30, True]
-    (warning,) = kernel.value("res.warnings")
-    assert "rank 2" in warning
-    assert kind in warning
-    assert "cannot be sent" in warning
-    assert "cannot be sent" in kernel.fails("res[2] + 1").evalue
-
-
 def test_a_value_that_the_notebook_cannot_read_fails_its_rank_alone(kernel, tmp_path):
     (tmp_path / "only_on_ranks.py").write_text("class Thing:\n    pass\n")
     error = kernel.fails(f"""
@@ -304,14 +278,3 @@ def test_a_value_whose_repr_raises_is_a_value_all_the_same(kernel):
     ran = kernel.ok("%%distributed -n 2 --out res\nShy()")
     assert "Shy" in ran.text
     assert kernel.value("[type(each) is Shy for each in res]") == [True, True]
-
-
-def test_what_a_rank_returns_may_be_written_to_without_changing_another_ranks(kernel):
-    kernel.ok("""
-    %%distributed -n 2 --out res
-    import numpy as np, torch
-    {"array": np.zeros(500_000), "tensor": torch.zeros(500_000), "small": torch.zeros(3)}
-    """)
-    kernel.ok("for each in res[0].values(): each += 1")
-    assert kernel.value("[float(each.sum()) for each in res[0].values()]") == [500_000.0, 500_000.0, 3.0]
-    assert kernel.value("[float(each.sum()) for each in res[1].values()]") == [0.0, 0.0, 0.0]

@@ -5,7 +5,7 @@ begin its cells. Plain IPython runs them all in one notebook, and what it gives 
 values, text, displays and exceptions, of both kinds of cells. A rank cell says which notices it gets, by
 default none: `--- ranks; cfg was changed`. `--- push cfg` is `%distributed push cfg`. Lines below a title say
 
-* `@ci`, or `@ci session`: CI runs this program, or does so by this door; so for `@quick session`;
+* `@ci`, or `@ci session`: CI runs this program, or does so by this door;
 * `@doors session cell`: it goes through these doors only. Where a notebook cell is between two rank cells,
   that is the session, and the others take neighbouring rank cells as one;
 * `@refused TEXT`: it cannot be exported, and the error says so.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
-from lanes import full, needs, slow
+from lanes import needs, slow
 
 PROGRAMS = Path(__file__).parent / "differential"
 DOORS = ("session", "cell", "script")
@@ -56,14 +56,13 @@ class Program:
     title: str
     cells: tuple[Cell, ...]
     doors: tuple[str, ...] = DOORS
-    quick: tuple[str, ...] = ()
     ci: tuple[str, ...] = ()
     refused: str = ""
 
     def marked(self, door: str) -> Any:
         """Return the program as a case of a test, in the lane that runs it by this door."""
         case = pytest.param(self, id=self.title)
-        return case if door in self.quick else full(case) if door in self.ci else slow(case)
+        return case if door in self.ci else slow(case)
 
     def through(self, door: str) -> Program | None:
         """Return the program as this door takes it, None if it does not."""
@@ -106,10 +105,7 @@ def parsed(topic: str, text: str) -> Iterator[Program]:
                 kind, source = kind.split(" ", 1)
             assert kind in {"notebook", "ranks", "push"}, (title, first)
             cells.append(Cell(cast("Any", kind), source.strip("\n"), tuple(notices)))
-        given = {
-            each: tuple(said.get(each, "").split()) or DOORS
-            for each in {"doors", "quick", "ci"} & said.keys()
-        }
+        given = {each: tuple(said.get(each, "").split()) or DOORS for each in {"doors", "ci"} & said.keys()}
         yield Program(f"{topic}: {title}", tuple(cells), refused=said.get("refused", ""), **given)
 
 
@@ -321,7 +317,6 @@ def fresh(kernel_of):
     return kernel_of(Fresh)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("program", cases("session"))
 def test_a_session_gives_what_plain_ipython_gives(program, plain, session):
     compare(program, plain(program)[0], session(program)[0])

@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE, eventually
 
 import nblaunch
-from nblaunch.checks import nccl, own_runtime, processes
+from nblaunch.checks import nccl, own_runtime
 from nblaunch.checks.doctor import Check, examine
 from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import Level
@@ -36,9 +36,12 @@ def named(name, found):
     return only([level, summary, advice] for each, level, summary, advice in found if each == name)
 
 
-@pytest.mark.quick
-def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong():
+@pytest.mark.usefixtures("nothing_more")
+def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong_and_leaves_nothing():
+    before = set(threading.enumerate())
+    started = time.monotonic()
     report = nblaunch.doctor()
+    assert report.seconds <= time.monotonic() - started < BOUND
     names = [each.name for each in report.findings]
     assert {"versions", "torch", "NCCL", "fork server", "processes", "hand-over", "loopback"} <= set(names)
     assert {"hostname", "temp dir", "leftovers", "open files"} <= set(names)
@@ -50,13 +53,8 @@ def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong():
         assert each.level is Level.OK or each.advice, each
     assert [each for each in report.findings if "could not be checked" in each.summary] == []
     assert report.ok, str(report)
-
-
-def test_a_run_takes_less_than_5_seconds_and_leaves_no_thread():
-    before = set(threading.enumerate())
-    started = time.monotonic()
-    report = nblaunch.doctor()
-    assert report.seconds <= time.monotonic() - started < BOUND
+    (forked,) = [each.summary for each in report.findings if each.name == "fork server"]
+    assert re.fullmatch(r"started after \d+\.\d\d s; a rank is forked in \d+ ms|no answer .*", forked)
     # What had no answer in time goes on; nothing has, on a machine that is not busy.
     stuck = [each for each in report.findings if "no answer" in each.summary]
     assert stuck or set(threading.enumerate()) <= before
@@ -72,13 +70,6 @@ def test_in_a_rank_the_doctor_says_that_it_is_one_and_starts_nothing():
     name, level, summary = only(found)
     assert (name, level) == ("this process", Level.PROBLEM)
     assert summary == "it is rank 0 of a run, and a rank cannot start ranks of its own"
-
-
-def test_the_fork_server_is_measured_by_forking_a_process(own):
-    assert re.fullmatch(
-        r"started after \d+\.\d\d s; a rank is forked in \d+ ms",
-        only(processes.fork_server(own)).summary,
-    )
 
 
 # --- what it starts ends with it ------------------------------------------------------------------------
@@ -98,11 +89,6 @@ def nothing_more():
     there = set(Path(tempfile.gettempdir()).iterdir()), keepers()
     yield
     assert (set(Path(tempfile.gettempdir()).iterdir()), keepers()) == there
-
-
-@pytest.mark.usefixtures("nothing_more")
-def test_nothing_is_left_of_a_doctor_that_has_done():
-    assert nblaunch.doctor().findings
 
 
 @pytest.mark.usefixtures("nothing_more")

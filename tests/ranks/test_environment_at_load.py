@@ -35,7 +35,6 @@ def openblas_threads():
     return found
 
 
-@pytest.mark.quick
 def test_forks_name_what_they_cannot_heed():
     result = nblaunch.run(look, nproc=2, env=CHANGED)
     (warning,) = result.warnings
@@ -64,6 +63,7 @@ def test_a_session_names_it_once_with_its_first_cell(place):
     assert second.warnings == ()
 
 
+@pytest.mark.slow
 def test_a_new_python_heeds_it_all():
     result = nblaunch.run(look, nproc=2, env=CHANGED, start_method="spawn")
     assert result.values == [[False, 0, "0"]] * 2

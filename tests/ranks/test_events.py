@@ -62,7 +62,6 @@ def test_a_failed_rank_and_those_stopped_because_of_it_are_in_the_events():
     assert json.loads(failed[0].metadata["metadata"])["exit_code"] == [7]
 
 
-@pytest.mark.quick
 def test_each_attempt_starts_its_ranks_anew():
     def once():
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -79,7 +79,6 @@ def fail_while_failing():
         raise TypeError("the third")  # noqa: B904 - that it has a context is what is tested
 
 
-@pytest.mark.quick
 def test_a_chain_of_exceptions_is_told_from_its_beginning():
     failure, error = raised(fail_while_failing)
     order = [
@@ -228,7 +227,6 @@ def inner(names, count):
     return names[count], array, tensor, nested, itself  # the failing line
 
 
-@pytest.mark.quick
 def test_each_frame_has_its_variables_as_short_texts():
     failure, _ = raised(lambda: outer(4))
     assert [frame.function for frame in failure.frames][-2:] == ["outer", "inner"]

@@ -109,7 +109,6 @@ def test_a_fresh_run_is_followed_from_its_first_fork(look):
     assert look("followed[0].state.summary.name") == "SUCCEEDED"
 
 
-@pytest.mark.quick
 def test_the_jobs_of_a_session_are_followed_with_output_failures_and_deaths(look, place):
     with place(2, grace=1) as session:
         session.cell(CELL)

@@ -25,7 +25,6 @@ def nothing_left_by_the_module(leaves_nothing_after):
         yield
 
 
-@pytest.mark.quick
 def test_a_seed_gives_the_same_numbers_everywhere():
     torch.manual_seed(3)
     drawn = torch.rand(3)
@@ -40,7 +39,6 @@ def test_a_rank_may_have_processes_of_its_own(method):
         assert pool.map(abs, [-1, 2, -3]) == [1, 2, 3]
 
 
-@pytest.mark.quick
 def test_the_workers_of_a_data_loader_work():
     data = TensorDataset(torch.arange(8))
     sampler = DistributedSampler(data, shuffle=False)

@@ -7,12 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
-import disks
 import few_kept
 import pytest
 from patience import eventually
@@ -88,6 +86,18 @@ def detached(place):
         each.close()
 
 
+@pytest.fixture(scope="module")
+def session(place):
+    """Give the detached session that tests share which look at their own jobs alone."""
+    with place(RANKS, name="shared", detach=True) as opened:
+        opened.run(printed, (0,))  # it keeps files open, and a connection for what is asked meanwhile
+        handle = opened.submit(time.sleep, (0.5,))
+        eventually(lambda: len(opened.jobs) == 2, "the job has begun")
+        handle.result()
+        assert opened.jobs[0].result().values == [0, 0]
+        yield opened
+
+
 def asked(session, request):
     """Return the runtime's answer to a request about a session."""
     return session._live._runtime.ask(request)
@@ -116,7 +126,7 @@ def state_of(session, number):
 def test_the_last_fifty_jobs_are_kept_whatever_becomes_of_their_results(detached):
     session = detached()
     session.run(printed, (0,))
-    (first,) = session.jobs
+    first = session.jobs[-1]
     for number in range(1, MOST_JOBS + 10):
         session.run(printed, (number,))
     assert len(session.jobs) == MOST_JOBS
@@ -133,7 +143,7 @@ def test_the_last_fifty_jobs_are_kept_whatever_becomes_of_their_results(detached
 def test_an_older_job_is_read_from_its_file_and_is_the_same(detached):
     session = detached()
     session.run(printed, (0,))
-    (job,) = session.jobs
+    job = session.jobs[-1]
     before = state_of(session, job.number)
     file = root_of(session) / f"job-{job.number}"
     for number in range(1, IN_MEMORY):
@@ -148,16 +158,15 @@ def test_an_older_job_is_read_from_its_file_and_is_the_same(detached):
     assert session.jobs[-1].result().values == [9, 9]
 
 
-@pytest.mark.quick
 def test_a_job_is_kept_though_its_client_releases_it_while_it_runs(detached, tmp_path):
     session = detached()
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 5))
     eventually((tmp_path / "begun-1").exists, "the job runs")
-    (job,) = session.jobs
+    job = session.jobs[-1]
     session._live._runtime.note(wire.ReleaseJob(job=job.number, pid=os.getpid()))
     (tmp_path / "go").touch()
     handle.result()
-    assert session.jobs[0].result().ranks[0].stdout.startswith("line 0\nline 1\n")
+    assert session.jobs[-1].result().ranks[0].stdout.startswith("line 0\nline 1\n")
 
 
 # --- values ----------------------------------------------------------------------------------------
@@ -200,12 +209,11 @@ def numbers():
     return torch.zeros(4 * MIB)
 
 
-def test_what_a_client_writes_to_a_value_stays_with_it(detached):
-    session = detached()
+def test_what_a_client_writes_to_a_value_stays_with_it(session):
     value = session.run(numbers).values[0]
     value += 1
-    assert session.jobs[0].result().values[0].sum() == 0
-    assert session.jobs[0].result().values[0].sum() == 0, "the runtime has it still"
+    assert session.jobs[-1].result().values[0].sum() == 0
+    assert session.jobs[-1].result().values[0].sum() == 0, "the runtime has it still"
 
 
 CLIENT = """
@@ -285,56 +293,6 @@ def test_fresh_ranks_leave_no_files(tmp_path):
     assert list(local().runtime.root.glob("job-*")) == []
 
 
-@pytest.fixture
-def small_disk(monkeypatch, tmp_path):  # noqa: ARG001 - which lies elsewhere
-    """Give a file system of 8 MiB, where runtimes have their private directories."""
-    place = Path(tempfile.mkdtemp(prefix="nbd-", dir="/tmp"))
-    try:
-        with disks.small_disk(place, "8m"):
-            monkeypatch.setattr(tempfile, "tempdir", str(place))
-            yield place
-    finally:
-        place.rmdir()
-
-
-def test_where_the_private_disk_is_full_nothing_is_lost_of_what_has_its_logs_elsewhere(
-    detached, small_disk, tmp_path
-):
-    session = detached(log_dir=str(tmp_path / "logs"))
-    assert root_of(session).parent == small_disk
-    full = small_disk / "others"
-    with contextlib.suppress(OSError), full.open("wb") as file:
-        while True:
-            file.write(bytes(MIB))
-    (tmp_path / "go").touch()
-    result = session.run(flood, (12, tmp_path / "go"))
-    assert result.values == ["done"] * RANKS
-    assert len(result.ranks[0].stdout) == 12 * MIB
-    first = session.jobs[0]
-    for number in range(IN_MEMORY + 1):
-        session.run(printed, (number,))
-    assert first.result().values == ["done"] * RANKS, "its state stays in memory"
-    shown = logs(session._live.name, "--job", str(first.number))
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout.count("\n") == RANKS * 12 * 1024
-
-
-def test_what_does_not_fit_on_the_disk_of_the_logs_is_dropped_and_counted(detached, small_disk, tmp_path):
-    session = detached()
-    assert root_of(session).parent == small_disk
-    (tmp_path / "go").touch()
-    result = session.run(flood, (12, tmp_path / "go"))
-    assert result.values == ["done"] * RANKS
-    (warning,) = [each for each in result.warnings if each.startswith("the disk that takes what ranks print")]
-    for each in result.ranks:
-        assert f" {12 * MIB - len(each.stdout):,} bytes of rank {each.rank}" in warning
-    assert session.jobs[0].result().warnings == result.warnings
-    shown = logs(session._live.name)
-    for each in result.ranks:
-        missing = f"{12 * MIB - len(each.stdout):,} bytes left out: its log is on a full disk"
-        assert f"[rank {each.rank}] {missing}\n" in shown.stderr
-
-
 # --- log files -------------------------------------------------------------------------------------
 
 
@@ -386,14 +344,17 @@ def test_the_private_log_of_a_job_that_prints_much_is_bounded_and_says_what_is_g
         assert first == f"[{24 * MIB - len(''.join(rest)):,} bytes before this are no longer kept]\n"
 
 
+OF_EACH = 4
+
+
 def test_in_a_directory_of_the_users_own_logs_are_complete(detached, small_logs, tmp_path):  # noqa: ARG001
     (tmp_path / "go").touch()
     session = detached(log_dir=str(tmp_path / "logs"))
     for _ in range(few_kept.JOBS + 2):
-        result = session.run(flood, (8, tmp_path / "go"))
-        assert {len(each.stdout) for each in result.ranks} == {8 * MIB}
+        result = session.run(flood, (OF_EACH, tmp_path / "go"))
+        assert {len(each.stdout) for each in result.ranks} == {OF_EACH * MIB}
     files = list((tmp_path / "logs").glob("*/attempt_0/*/stdout.log"))
-    assert [each.stat().st_size for each in files] == [(few_kept.JOBS + 2) * 8 * MIB] * RANKS
+    assert [each.stat().st_size for each in files] == [(few_kept.JOBS + 2) * OF_EACH * MIB] * RANKS
     assert all(each.stat().st_blocks * 512 >= each.stat().st_size for each in files)
 
 
@@ -493,9 +454,9 @@ def following():
         each.communicate()
 
 
-def test_logs_show_a_job_that_runs_and_one_that_has_ended(detached, tmp_path):
-    session = detached()
+def test_logs_show_a_job_that_runs_and_one_that_has_ended(session, tmp_path):
     session.run(printed, (7,))
+    earlier = session.jobs[-1].number
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 200))
     eventually((tmp_path / "begun-1").exists, "the job runs")
     eventually(lambda: "[rank 1] line 3\n" in logs(session._live.name).stdout, "its output so far")
@@ -507,18 +468,16 @@ def test_logs_show_a_job_that_runs_and_one_that_has_ended(detached, tmp_path):
         assert lines == [f"[rank {rank}] line {number}" for number in range(count)]
         errors = [line for line in whole.stderr.splitlines() if line.startswith(f"[rank {rank}] ")]
         assert errors == [f"[rank {rank}] error {number}" for number in range(count)]
-    first = logs(session._live.name, "--job", str(session.jobs[0].number))
+    first = logs(session._live.name, "--job", str(earlier))
     assert sorted(first.stdout.splitlines()) == ["[rank 0] job 7", "[rank 1] job 7"]
     for number in range(IN_MEMORY + 1):
         session.run(printed, (number,))
-    eventually(lambda: len(files(root_of(session))) == 3, "the first one is on disk alone")
-    again = logs(session._live.name, "--job", str(session.jobs[0].number))
+    eventually((root_of(session) / f"job-{earlier}").exists, "the first one is on disk alone")
+    again = logs(session._live.name, "--job", str(earlier))
     assert sorted(again.stdout.splitlines()) == ["[rank 0] job 7", "[rank 1] job 7"]
 
 
-@pytest.mark.quick
-def test_logs_follow_a_job_in_order_until_it_ends(detached, following, tmp_path):
-    session = detached()
+def test_logs_follow_a_job_in_order_until_it_ends(session, following, tmp_path):
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 300))
     eventually((tmp_path / "begun-1").exists, "the job runs")
     follower = following(session._live.name)
@@ -534,7 +493,8 @@ def test_logs_follow_a_job_in_order_until_it_ends(detached, following, tmp_path)
         assert errors.count(f"[rank {rank}] error ") == count
 
 
-@pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", [False, True])
 def test_a_follower_that_does_not_read_for_a_while_misses_nothing(detached, following, ended, tmp_path):
     session = detached()
     handle = session.submit(gated, (tmp_path / "begin", 12, tmp_path / "go"))
@@ -558,8 +518,7 @@ def test_a_follower_that_does_not_read_for_a_while_misses_nothing(detached, foll
         assert numbers == list(range(-1, 12 * 1024))
 
 
-def test_a_follower_is_interrupted_quietly_and_the_job_goes_on(detached, following, tmp_path):
-    session = detached()
+def test_a_follower_is_interrupted_quietly_and_the_job_goes_on(session, following, tmp_path):
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 5))
     eventually((tmp_path / "begun-1").exists, "the job runs")
     follower = following(session._live.name)

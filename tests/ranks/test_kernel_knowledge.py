@@ -74,7 +74,7 @@ def steps(notebook, *cells):
 # --- rule 2: a name bound anew is taken ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("same", sampled(["0", "True", "'eval'", "None", "()"]))
+@pytest.mark.parametrize("same", ["0", "None"])
 def test_a_variable_that_is_bound_again_to_the_same_object_is_noticed_where_the_ranks_have_their_own(
     notebook, same
 ):
@@ -142,7 +142,7 @@ def test_a_cell_on_the_ranks_is_analysed_once(notebook):
             "import contextlib\nwith contextlib.nullcontext(it) as it: pass",
             "%%time\nit = True",
         ],
-        2,
+        ci=4,
     ),
     ids=lambda each: each.replace("\n", " ")[:30],
 )
@@ -241,7 +241,7 @@ def test_what_the_ranks_do_to_a_model_class_holds_for_models_that_come_later(not
             ("import random\nit = random.Random(1)", "it is None", False, "it.random()"),
             ("import io\nit = io.StringIO('a')", "it.getvalue()", "a", "it.write('b')"),
         ],
-        3,
+        ci=6,
     ),
     ids=lambda each: str(each).replace("\n", " ")[:30],
 )
@@ -310,7 +310,7 @@ def test_what_was_not_changed_gives_no_notice(notebook, cells):
             "import functools\ng = functools.partial(functools.partial(f), x=2)",
             "from collections import defaultdict\nd = defaultdict(lambda: f(2))\ndef g(): return d[0]",
         ],
-        2,
+        ci=3,
     ),
     ids=["partial", "method", "closure", "property", "default", "partials", "factory"],
 )

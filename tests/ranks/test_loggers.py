@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from lanes import needs
+from lanes import needs, slow
 
 import nblaunch
 
@@ -152,7 +152,7 @@ def train_with_lightning(package):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("package", ["lightning", slow("pytorch_lightning")])
 def test_what_lightning_logs_is_logged_by_each_rank_once_beside_its_bar_and_without_a_logger(
     session, package
 ):
@@ -177,7 +177,7 @@ def log_with_fabric(package):
         fabric.log("loss", fabric.global_rank + step, step=10 * step)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["lightning", "lightning_fabric"])
 def test_what_fabric_logs_is_logged(session, package):
     needs(package)

@@ -72,19 +72,6 @@ def test_the_panel_shows_no_more_than_the_text_does(start_kernel, display):
     assert "kept" not in everything
 
 
-@pytest.mark.slow
-def test_in_a_terminal_it_is_the_same(terminal):
-    ran = terminal(
-        [
-            "%load_ext nblaunch",
-            "%%distributed -n 2 -r 1\nimport sys\nprint('kept')\nprint('seen', file=sys.stderr)",
-        ]
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "seen" in ran.stdout
-    assert "kept" not in ran.stdout
-
-
 def test_the_functions_keywords_say_the_same(script):
     ran = script(
         """
@@ -231,7 +218,6 @@ def test_lines_with_certain_words_of_all_ranks_are_in_a_file_of_their_own(eventu
     )
 
 
-@pytest.mark.quick
 @needs_line_filters
 def test_filtered_lines_begin_as_the_template_says(eventually):
     result = nblaunch.run(

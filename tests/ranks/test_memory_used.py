@@ -130,7 +130,6 @@ def starved():
     return nblaunch.run(run_out_of_memory, nproc=1, check=False)
 
 
-@pytest.mark.quick
 def test_a_rank_that_runs_out_of_memory_says_what_held_it_by_variable_and_line(starved):
     root = starved.root_cause
     assert root.type == "builtins.MemoryError"

@@ -120,6 +120,7 @@ def test_a_spawned_rank_that_fails_is_reported_as_any_other(how, exitcode, reaso
     assert written == (["0", "1"] if exitcode == 1 else written)
 
 
+@pytest.mark.slow
 def test_spawned_ranks_are_interrupted_keep_their_variables_and_are_gone_with_the_kernel(
     start_kernel, eventually, tmp_path
 ):

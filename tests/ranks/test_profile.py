@@ -65,12 +65,14 @@ def test_a_profile_has_a_row_for_each_step_and_rank(profile):
     assert all(row.idle > 0.0045 for row in profile.summary if row.rank == 1)
 
 
+@pytest.mark.full
 def test_collectives_of_all_ranks_are_matched_and_have_their_size(profile):
     (use,) = profile.collectives
     assert (use.operation, use.group, use.size, use.count) == ("all_reduce", "default_pg", 80_000, 6)
     assert 0 < use.bandwidth <= use.best * 1.001
 
 
+@pytest.mark.full
 def test_the_clocks_of_one_host_are_measured_and_agree(profile):
     assert set(profile.clock_error) == {0, 1}
     assert profile.clock_check.collectives == 6
@@ -78,6 +80,7 @@ def test_the_clocks_of_one_host_are_measured_and_agree(profile):
     assert profile.clock_check.violation <= sum(profile.clock_error.values())
 
 
+@pytest.mark.full
 def test_the_trace_is_one_gzipped_file_of_chromes_format_in_which_ranks_are_named(profile, tmp_path):
     assert profile.path.name == "profile.json.gz"
     trace = json.loads(gzip.decompress(profile.save(tmp_path / "t.json.gz").read_bytes()))
@@ -96,21 +99,25 @@ def test_the_trace_is_one_gzipped_file_of_chromes_format_in_which_ranks_are_name
     assert len(waits) >= 3
 
 
+@pytest.mark.full
 def test_nothing_is_printed_by_the_profiler(session):
     assert [each.stderr for each in session.run(train).ranks] == ["", ""]
 
 
+@pytest.mark.full
 def test_steps_are_found_by_collectives_that_repeat(session):
     profile = session.run(train, (8,), {"counted": False}).profile
     assert (profile.steps_by, profile.steps) == ("collectives", tuple(range(8)))
 
 
+@pytest.mark.full
 def test_a_job_without_steps_is_one_and_says_so(session):
     profile = session.run(lambda: 1).profile
     assert (profile.steps_by, profile.steps) == ("job", (0,))
     assert "no steps were found: call nblaunch.step() at the beginning of each" in profile.warnings
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("counted", "by"), [(True, "step"), full((False, "collectives"))])
 def test_some_steps_only(counted, by):
     result = nblaunch.run(train, (8,), {"counted": counted}, nproc=2, profile_steps="3:5")
@@ -118,6 +125,7 @@ def test_some_steps_only(counted, by):
     assert {row.step for row in result.profile.summary} == {3, 4, 5}
 
 
+@pytest.mark.full
 def test_a_rank_that_raised_has_a_profile_and_the_session_goes_on(session):
     with pytest.raises(RunFailedError) as caught:
         session.run(train, kwargs={"fails": 1})
@@ -132,6 +140,7 @@ def test_without_the_option_nothing_is_loaded_and_there_is_no_profile():
     assert "profile" not in repr(result.state.profile.text)
 
 
+@pytest.mark.full
 def test_a_cell_asks_for_it_by_itself():
     with nblaunch.Session(2) as quiet:
         options = nblaunch.LaunchOptions(nproc_per_node=2, profile=True)
@@ -226,7 +235,7 @@ def test_more_collectives_than_the_recorder_keeps_are_all_there():
     assert (use.count, use.group) == (2000, "default_pg")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_sleep_of_5_ms_on_one_of_8_ranks_is_named_in_every_step():
     with nblaunch.Session(RANKS, profile=True) as eight:

@@ -87,7 +87,6 @@ def is_live(view, rank):
     return len(set(percents)) > 2
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("statement", IMPORTS)
 def test_a_tqdm_bar_grows_on_one_line_of_its_rank(statement):
     view = watched(with_tqdm, statement)

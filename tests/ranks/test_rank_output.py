@@ -107,7 +107,6 @@ def test_a_program_that_opens_dev_stdout_does_not_empty_the_log():
     assert sorted(shown.split()) == sorted([*stdout.split(), "tee"])
 
 
-@pytest.mark.quick
 def test_a_program_that_writes_much_and_binary_loses_nothing():
     def work():
         import subprocess

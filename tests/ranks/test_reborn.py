@@ -100,7 +100,6 @@ def test_the_rank_that_was_killed_has_what_all_had_alike_and_nothing_else(dead):
         assert values.warnings == ()
 
 
-@pytest.mark.quick
 def test_one_other_rank_is_enough_for_what_was_compared_while_all_were_idle():
     with nblaunch.Session(nproc=2, display=False) as session:
         session.cell(f"{SETUP}\nlarge = torch.ones(20_000_000, dtype=torch.float32)", namespace={})
@@ -170,7 +169,6 @@ def test_hundreds_of_variables_are_compared_while_the_ranks_are_idle():
         wait_for_sketches(session, *(f"x{number}" for number in range(240)))
 
 
-@pytest.mark.quick
 def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before_is_there():
     with nblaunch.Session(nproc=3, display=False) as session:
         session.cell(SETUP, namespace={})
@@ -188,7 +186,6 @@ def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before
         assert "new had no copy and is gone (nothing is known of it before the job" in found.warnings[0]
 
 
-@pytest.mark.quick
 def test_what_the_job_had_brought_in_which_the_rank_died_is_named_if_it_is_gone():
     """Also a variable that the others had before, and one that the cell then deletes on some of them."""
     with nblaunch.Session(nproc=3, display=False) as session:

@@ -91,6 +91,7 @@ def test_the_report_of_a_failed_run_has_the_cause_its_consequences_and_what_the_
     assert "left_out" not in told
 
 
+@pytest.mark.full
 def test_no_secret_of_the_environment_is_in_the_report_nor_in_its_pickle(failed):
     report = failed.report()
     assert TOKEN in failed.ranks[0].stderr, "the rank has printed it"
@@ -102,12 +103,14 @@ def test_no_secret_of_the_environment_is_in_the_report_nor_in_its_pickle(failed)
     assert report.to_dict()["root_cause"]["reason"].startswith("ValueError: bad token '[value of API_TOKEN]'")
 
 
+@pytest.mark.full
 def test_a_result_that_was_pickled_has_the_report_that_it_had(failed):
     again = pickle.loads(pickle.dumps(failed))
     assert again.report() == failed.report()
     assert TOKEN not in repr(vars(again)["_reporter"])
 
 
+@pytest.mark.full
 def test_the_report_as_markdown_is_what_a_notebook_shows(failed):
     report = failed.report()
     text = report.to_markdown()
@@ -136,6 +139,7 @@ def session():
         yield opened
 
 
+@pytest.mark.full
 def test_a_cell_of_a_session_has_a_report_and_so_has_the_job_that_its_runtime_keeps(session):
     def rank_0_fails():
         import torch
@@ -225,7 +229,7 @@ def test_ranks_on_two_nodes_are_reported_with_their_hosts():
     assert TOKEN not in str(told)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_64_ranks_with_long_output_are_reported_in_4000_tokens():
     def job():
         rank = int(os.environ["RANK"])

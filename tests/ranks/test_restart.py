@@ -222,7 +222,6 @@ def test_a_rank_that_resists_is_gone_before_the_next_attempt_begins(tmp_path):
     assert second.started - first.failures[0].time >= grace
 
 
-@pytest.mark.quick
 def test_each_attempt_has_a_process_group_that_works():
     def job():
         attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -119,16 +119,7 @@ def test_the_values_of_the_other_ranks_are_kept():
     assert "failed, root cause: rank 1: ValueError" in repr(result)
 
 
-def test_with_check_off_the_result_is_returned_and_not_raised():
-    def action():
-        raise ValueError("no")
-
-    result = nblaunch.run(on_rank_1(action), nproc=2, check=False)
-    assert not result.ok
-    assert result.root_cause is not None
-    assert result.root_cause.message == "no"
-
-
+@pytest.mark.full
 def test_notes_attributes_and_causes_of_an_exception_survive():
     def action():
         error = OSError(2, "gone", "/some/file")
@@ -150,16 +141,7 @@ def test_notes_attributes_and_causes_of_an_exception_survive():
     assert "direct cause" in part.failure.traceback
 
 
-def test_a_group_of_exceptions_arrives_as_one():
-    def action():
-        raise ExceptionGroup("both", [ValueError(1), TypeError(2)])
-
-    error, _, part = failed(action)
-    assert isinstance(error.__cause__, ExceptionGroup)
-    assert [type(each) for each in error.__cause__.exceptions] == [ValueError, TypeError]
-    assert "TypeError: 2" in part.failure.traceback
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("exception", "arguments", "message"),
     [
@@ -185,6 +167,7 @@ def test_an_exception_that_cannot_be_sent_is_told_in_words(exception, arguments,
             error.result[1]
 
 
+@pytest.mark.full
 def test_a_megabyte_of_exception_text_is_cut_in_the_middle():
     def action():
         raise ValueError("begin " + "x" * 1_000_000 + " end")
@@ -201,6 +184,7 @@ def test_a_megabyte_of_exception_text_is_cut_in_the_middle():
     assert len(str(error.__cause__)) > 1_000_000
 
 
+@pytest.mark.full
 def test_a_keyboard_interrupt_of_the_jobs_own_is_a_failure_of_its_rank():
     def action():
         raise KeyboardInterrupt
@@ -238,7 +222,7 @@ def exit_as(code):
 
 @pytest.mark.parametrize(
     ("code", "exitcode"),
-    sampled([(3, 3), ("in words", 1), (True, 1), (-1, 255), (256, 1), (1 << 80, 1), (2.5, 1)], 2),
+    sampled([(3, 3), ("in words", 1), (-1, 255), (1 << 80, 1)], 2),
     ids=str,
 )
 def test_sys_exit_with_a_code_is_a_failure_of_that_code(code, exitcode):
@@ -255,39 +239,14 @@ def test_sys_exit_with_a_code_is_a_failure_of_that_code(code, exitcode):
     assert result[0] == "kept"
 
 
-@pytest.mark.parametrize("code", sampled([None, 0, False]))
+@pytest.mark.parametrize("code", [None, 0])
 def test_sys_exit_without_a_code_ends_a_job_well(code):
     result = nblaunch.run(on_rank_1(exit_as(code)), nproc=2)
     assert result.values == ["kept", None]
     assert (result.ranks[1].state, result.ranks[1].exitcode) == ("SUCCEEDED", 0)
 
 
-def kill_with(number):
-    return lambda: os.kill(os.getpid(), number)
-
-
-DEATHS = {
-    "os._exit(0)": (lambda: os._exit(0), 0, None, "ended with exit code 0 but returned no value"),
-    "SIGKILL": (kill_with(signal.SIGKILL), -9, "SIGKILL", "was killed by SIGKILL"),
-}
-
-
-@pytest.mark.parametrize(("action", "exitcode", "name", "reason"), DEATHS.values(), ids=DEATHS.keys())
-def test_a_rank_that_dies_without_a_word_is_a_failure_whatever_its_exit_code(action, exitcode, name, reason):
-    error, result, part = failed(action)
-    (failure,) = result.failures
-    assert (part.state, part.exitcode, part.value) == ("FAILED", exitcode, None)
-    assert (failure.exitcode, failure.signal, failure.exception) == (exitcode, name, None)
-    assert failure.reason.startswith(reason)
-    assert failure.phase == "job"
-    assert f"rank 1 of 2 failed: {reason}" in str(error)
-    assert error.__cause__ is None
-    assert (result[0], result.ranks[0].state) == ("kept", "SUCCEEDED")
-    with pytest.raises(nblaunch.RunFailedError, match="rank 1 has no value") as caught:
-        result[1]
-    assert caught.value.root_cause is failure
-
-
+@pytest.mark.full
 def test_a_job_that_closes_every_descriptor_still_ends():
     """A rank that cannot speak any more; its ZMQ may find that out before it leaves."""
 
@@ -303,22 +262,13 @@ def test_a_job_that_closes_every_descriptor_still_ends():
 # --- a value that cannot be sent -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "what"),
-    [
-        (threading.Lock, "_thread.lock"),
-        (lambda: (x for x in ()), "generator"),
-        (lambda: [sys._getframe()], "frame"),
-    ],
-    ids=["a lock", "a generator", "a list with a frame"],
-)
-def test_a_value_that_cannot_be_pickled_is_a_failure_of_its_rank_that_says_so(make, what):
-    error, result, part = failed(make)
+def test_a_value_that_cannot_be_pickled_is_a_failure_of_its_rank_that_says_so():
+    error, result, part = failed(lambda: [sys._getframe()])
     assert result[0] == "kept"
     assert part.state == "FAILED"
     assert part.failure.phase == "value transfer"
     assert "cannot be sent to the notebook" in part.failure.message
-    assert what in part.failure.message
+    assert "frame" in part.failure.message
     assert "Return plain data" in str(error)
 
 
@@ -334,6 +284,7 @@ def test_a_value_that_cannot_be_unpickled_is_a_failure_of_its_rank_that_says_so(
 # --- time ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_run_that_takes_longer_than_its_timeout_is_ended():
     def job():
         if os.environ["RANK"] == "0":
@@ -354,42 +305,6 @@ def test_a_run_that_takes_longer_than_its_timeout_is_ended():
     assert "time.sleep(100)" in str(error)
     with pytest.raises(nblaunch.RunFailedError, match="rank 1 has no value: its state is STOPPED"):
         error.result[1]
-
-
-def ignore_signals():
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    time.sleep(100)
-
-
-def stop_itself():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def wait_in_a_collective():
-    from torch import distributed
-
-    distributed.barrier()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("action", [ignore_signals, stop_itself, wait_in_a_collective])
-def test_a_rank_that_cannot_be_asked_to_end_is_killed_after_the_grace_period(action):
-    nblaunch.run(int, nproc=2)  # so that the time below is the ranks', not the fork server's
-    started = time.monotonic()
-    with pytest.raises(nblaunch.RunTimeoutError) as caught:
-        nblaunch.run(on_rank_1(action), nproc=2, timeout=1.5, grace=0.2)
-    assert time.monotonic() - started < 10
-    assert caught.value.result is not None
-    assert caught.value.result.ranks[1].state == "STOPPED"
-    assert caught.value.result.values == ["kept", None]
-
-
-def test_a_run_that_ends_in_time_does_not_time_out():
-    assert nblaunch.run(lambda: 1, nproc=2, timeout=60).values == [1, 1]
-
-
-# --- restarts --------------------------------------------------------------------------------------
 
 
 # --- refused before anything starts ----------------------------------------------------------------
@@ -442,16 +357,12 @@ REFUSED = """
 """
 
 
-@pytest.fixture
-def refused(script, tmp_path):
+@pytest.mark.full
+def test_wrong_options_and_values_that_cannot_be_sent_are_refused_before_any_process_starts(script, tmp_path):
     (tmp_path / "tmp").mkdir()
     done = script(REFUSED, env={"TMPDIR": str(tmp_path / "tmp")})
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.full
-def test_wrong_options_and_values_that_cannot_be_sent_are_refused_before_any_process_starts(refused):
+    refused = json.loads(done.stdout)
     assert [error[0] for error in refused["errors"]] == ["OptionError"] * 10 + ["CaptureError"] * 3
     said = [error[1] for error in refused["errors"]]
     for text, expected in zip(
@@ -466,10 +377,7 @@ def test_wrong_options_and_values_that_cannot_be_sent_are_refused_before_any_pro
         assert expected in text
     # The runtime has refused some of it: it, the fork server and their keeper are there, and no rank.
     assert (refused["children"], refused["threads"], refused["files"]) == (3, 1, [])
-
-
-@pytest.mark.full
-def test_what_cannot_be_sent_is_named_with_its_path_and_size(refused):
+    # What cannot be sent is named with its path and size.
     positional, by_name, from_globals = refused["errors"][-3:]
     assert positional[2:4] == ["args[0]", "args[0].model['lock']"]
     assert by_name[2:4] == ["kwargs['with_']", "kwargs['with_'].model['lock']"]
@@ -482,13 +390,6 @@ def test_what_cannot_be_sent_is_named_with_its_path_and_size(refused):
 
 
 @pytest.mark.full
-def test_a_rank_that_cannot_connect_says_why(poke):
-    poke("type(local.hub).address = property(lambda _: 'nowhere://at.all')")
-    with pytest.raises(nblaunch.LaunchError, match="could not be started") as caught:
-        nblaunch.run(lambda: 1, nproc=2)
-    assert "zmq.error.ZMQError: Protocol not supported" in str(caught.value)
-
-
 def test_errors_can_be_pickled_with_all_that_they_know():
     import pickle
 
@@ -502,7 +403,7 @@ def test_errors_can_be_pickled_with_all_that_they_know():
     assert copy.result.values == ["kept", None]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_uncaught_failure_of_a_script_shows_the_ranks_traceback(script):
     done = script(
         """
@@ -521,6 +422,7 @@ def test_an_uncaught_failure_of_a_script_shows_the_ranks_traceback(script):
     assert 'raise ValueError("in a script")' in done.stderr
 
 
+@pytest.mark.full
 def test_a_killed_rank_leaves_no_directory_of_torchs():
     """torch 2.8 makes one for templates with the first DDP; a later torch makes none."""
 
@@ -535,3 +437,11 @@ def test_a_killed_rank_leaves_no_directory_of_torchs():
     assert result.root_cause.signal == "SIGKILL"
     made = result.ranks[0].stdout
     assert not made or not pathlib.Path(made).exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_connect_says_why(poke):
+    poke("type(local.hub).address = property(lambda _: 'nowhere://at.all')")
+    with pytest.raises(nblaunch.LaunchError, match="could not be started") as caught:
+        nblaunch.run(lambda: 1, nproc=2)
+    assert "zmq.error.ZMQError: Protocol not supported" in str(caught.value)

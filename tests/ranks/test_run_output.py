@@ -14,8 +14,6 @@ import pytest
 
 import nblaunch
 
-LINES = 200_000
-
 
 def printed(job, *, nproc=1, **options):
     """Run `job` and return (stdout, stderr) of every rank."""
@@ -67,19 +65,6 @@ def test_python_native_code_and_child_processes_keep_their_order():
     assert err == ""
 
 
-def test_nothing_of_200_000_lines_is_lost_or_moved():
-    def job():
-        rank = os.environ["RANK"]
-        for number in range(LINES):
-            print(rank, number)
-            if number % 1000 == 0:
-                print(rank, number, file=sys.stderr)
-
-    for rank, (out, err) in enumerate(printed(job, nproc=2)):
-        assert out == "".join(f"{rank} {number}\n" for number in range(LINES))
-        assert err == "".join(f"{rank} {number}\n" for number in range(0, LINES, 1000))
-
-
 @pytest.mark.quick
 def test_text_arrives_as_it_was_printed():
     text = "\n\na\rb\r\nc, tab\t\0\x1b[31mred\x1b[0m, na\xefve \N{SNOWMAN}" + "\N{ROCKET}" * 200_000
@@ -112,7 +97,6 @@ def test_a_character_cut_by_two_writes_is_whole():
     assert printed(job) == [("\N{SNOWMAN}\n", "between\n")]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(0), os.abort])
 def test_what_was_printed_before_a_sudden_death_is_there(end):
     def job():

@@ -95,7 +95,7 @@ def kernel(session_kernel):
     session_kernel.forget()
 
 
-@pytest.fixture(scope="module", params=["kernel", pytest.param("session", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["kernel", pytest.param("session", marks=pytest.mark.slow)])
 def opened(request):
     """Open a session, either way; return it, or its kernel."""
     return request.getfixturevalue("session_kernel" if request.param == "kernel" else "session")
@@ -274,7 +274,7 @@ CARRIERS = {
 }
 
 
-@pytest.mark.parametrize("carrier", sampled(CARRIERS, 4))
+@pytest.mark.parametrize("carrier", sampled(CARRIERS, ci=8))
 def test_what_is_behind_it_is_taken_anew_noticed_and_found_later(notebook, carrier):
     setup, use, held = CARRIERS[carrier]
     notebook.run(PRELUDE)
@@ -471,7 +471,7 @@ SENT = {
 }
 
 
-@pytest.mark.parametrize("what", sampled(SENT, 4))
+@pytest.mark.parametrize("what", SENT)
 def test_it_works_on_the_ranks_as_in_the_notebook(kernel, what):
     setup, use, value = SENT[what]
     kernel.run(setup)
@@ -480,7 +480,7 @@ def test_it_works_on_the_ranks_as_in_the_notebook(kernel, what):
     assert kernel.cell("'it' in globals() and it, 'It' in globals() and It; 0")[1] == []
 
 
-@pytest.mark.parametrize("what", sampled(SENT, 1))
+@pytest.mark.parametrize("what", sampled(SENT, ci=3))
 def test_it_works_on_fresh_ranks(kernel, what):
     setup, use, value = SENT[what]
     kernel.run(setup)

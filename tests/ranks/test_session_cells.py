@@ -59,13 +59,6 @@ def test_variables_stay_from_cell_to_cell(kernel):
     assert kernel.value("_.values") == [10, 11, 12, 13]
 
 
-@pytest.mark.once
-def test_output_of_a_cell_is_in_no_other(kernel):
-    for number in range(3):
-        ran = kernel.ok(f"%%distributed\nprint('only in {number}')")
-        assert ran.text.strip() == f"[ranks 0-3] only in {number}"
-
-
 def test_a_variable_and_a_function_of_the_notebook_are_those_of_now(kernel):
     kernel.ok("factor = 2\ndef scaled(x): return x * factor")
     kernel.ok("%%distributed --out res\nscaled(10), factor")
@@ -82,6 +75,7 @@ def test_a_variable_and_a_function_of_the_notebook_are_those_of_now(kernel):
     assert kernel.value("res.values") == [[-rank, rank] for rank in range(4)]
 
 
+@pytest.mark.full
 def test_a_subset_of_the_ranks(kernel):
     ran = kernel.ok("%%distributed --ranks 0,2-3 --out res\nprint('here')\nrank")
     assert kernel.value("[res.values, len(res), list(res.ranks.keys())]") == [[0, 2, 3], 3, [0, 2, 3]]
@@ -91,21 +85,18 @@ def test_a_subset_of_the_ranks(kernel):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("-n 8", "-n 8"),
-        ("--ranks 4", "rank 4 of session 'default' was asked for, but it has ranks 0 to 3"),
-        ("--backend nccl", "--backend nccl"),
-        ("--fresh --session default", "--fresh and --session"),
-        ("--fresh --ranks 0", "--ranks"),
-        ("--session defualt", "Did you mean 'default'?"),
-    ],
-)
-def test_a_wrong_option_is_said_before_anything_runs(kernel, line, said):
-    error = kernel.fails(f"%%distributed {line}\nran = True")
-    assert error.ename in ("OptionError", "NblaunchError")
-    assert said.replace("-n 8", "--nproc-per-node 8") in error.evalue
+def test_a_wrong_option_is_said_before_anything_runs(kernel):
+    for line, said in {
+        "-n 8": "--nproc-per-node 8",
+        "--ranks 4": "rank 4 of session 'default' was asked for, but it has ranks 0 to 3",
+        "--backend nccl": "--backend nccl",
+        "--fresh --session default": "--fresh and --session",
+        "--fresh --ranks 0": "--ranks",
+        "--session defualt": "Did you mean 'default'?",
+    }.items():
+        error = kernel.fails(f"%%distributed {line}\nran = True")
+        assert error.ename in ("OptionError", "NblaunchError")
+        assert said in error.evalue
     kernel.ok("%%distributed --out res\n'ran' in globals()")
     assert kernel.value("res.values") == [False] * 4
 
@@ -161,6 +152,7 @@ def test_the_stop_button_keeps_the_variables(kernel, tmp_path, eventually):
 # --- several sessions, and runs beside them --------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_sessions_by_name_and_fresh_ranks_beside_them(kernel, place):
     kernel.ok("%%distributed\nwhose = 'default'")
@@ -195,6 +187,7 @@ def wait_until_fresh_ranks_have_left(kernel: Any) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_the_timeout_that_a_session_was_started_with_is_that_of_its_cells(kernel):
     kernel.ok("%distributed start -n 1 --session timed --timeout 1")
@@ -206,10 +199,27 @@ def test_the_timeout_that_a_session_was_started_with_is_that_of_its_cells(kernel
         kernel.ok("%distributed stop --session timed")
 
 
+STUBBORN = """
+import time
+if rank == 1:
+    raise ValueError("a mistake")
+while True:
+    try:
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+@pytest.mark.full
 @pytest.mark.once
-def test_a_name_that_is_taken_is_said(kernel):
-    error = kernel.fails("%distributed start -n 2")
-    assert "there is one already, with 4 ranks. Stop it first (%distributed stop)" in error.evalue
+def test_a_cell_of_a_session_has_the_grace_period_that_it_asks_for(kernel):
+    kernel.ok("%distributed start -n 2 --session stubborn --grace 60")
+    try:
+        kernel.fails(f"%%distributed --session stubborn --grace 0.5 --out res{STUBBORN}")
+        assert kernel.value("res.warnings[0]") == "rank 0 went on after two interrupts, --grace 0.5 s apart"
+    finally:
+        kernel.ok("%distributed stop --session stubborn")
 
 
 @pytest.mark.full
@@ -237,6 +247,7 @@ def test_status_and_stacks_of_idle_ranks(kernel):
     assert re.fullmatch(r"\[ranks 0-.*\] idle", kernel.ok("%distributed stacks").result)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_completion_of_what_lives_on_the_ranks(kernel):
     kernel.ok("%%distributed\nimport torch\nclass Net:\n    weight_decay = 1\nnetwork = Net()\n_hidden = 1")
@@ -253,27 +264,6 @@ def test_completion_of_what_lives_on_the_ranks(kernel):
 
 
 @pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.once
-def test_completion_in_a_terminal(terminal, place):
-    program = terminal(
-        [
-            "%load_ext nblaunch",
-            f"%distributed start {place.line(2)}",
-            "%%distributed\nnetwork = {'a': 1}",
-            """
-        from IPython.core.completer import provisionalcompleter
-        text = "%%distributed\\nnetwo"
-        with provisionalcompleter():
-            print([each.text for each in get_ipython().Completer.completions(text, len(text))])
-        """,
-            "%distributed stop",
-        ]
-    )
-    assert program.returncode == 0, program.stderr
-    assert "['network']" in program.stdout
-
-
 def test_inspection_of_what_lives_on_a_rank(kernel):
     kernel.ok("%%distributed\ndef stated(x: int) -> str:\n    '''What it is for.'''\nonly = rank")
     shown = str(kernel.ok("%distributed inspect stated").result)
@@ -283,19 +273,10 @@ def test_inspection_of_what_lives_on_a_rank(kernel):
     assert "'nothing' is not defined" in kernel.fails("%distributed inspect nothing").evalue
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("magic", ["%distributed", "%%distributed"])
-def test_help_on_the_magics(kernel, magic):
-    reply = kernel.client.inspect(magic, reply=True, timeout=30)
-    assert reply["content"]["found"] is True
-    shown = reply["content"]["data"]["text/plain"]
-    assert "-n, --nproc N" in shown
-    assert "--help explains all of them" in shown
-
-
 # --- in the background -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_cell_in_the_background_while_others_run(kernel, place, tmp_path):
     flag = tmp_path / "flag"
@@ -322,6 +303,7 @@ def test_a_cell_in_the_background_while_others_run(kernel, place, tmp_path):
     wait_until_fresh_ranks_have_left(kernel)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_what_a_background_cell_shows_is_shown_by_that_cell(kernel, tmp_path):
     """Not by the one that happens to run when it ends."""
@@ -356,14 +338,13 @@ def test_what_a_background_cell_shows_is_shown_by_that_cell(kernel, tmp_path):
     assert "from the background" not in " ".join(shown[other])
 
 
-@pytest.mark.parametrize("how", ["handle.cancel()", "%distributed interrupt"])
-def test_a_background_cell_can_be_stopped(kernel, how, eventually):
+def test_a_background_cell_can_be_stopped(kernel, eventually):
     kernel.ok("%%distributed\nprecious = rank")
     kernel.ok("%%distributed --background --out handle\nimport time; time.sleep(1000)")
     eventually(
         lambda: str(kernel.ok("%distributed status").result).count("running") == 4, "the ranks are at work"
     )
-    kernel.ok(how)
+    kernel.ok("%distributed interrupt")
     for wait in ("handle.result(60)", "await handle"):
         error = kernel.fails(wait)
         assert (error.ename, "the run was interrupted" in error.evalue) == ("KeyboardInterrupt", True)
@@ -373,6 +354,7 @@ def test_a_background_cell_can_be_stopped(kernel, how, eventually):
     assert background_threads(kernel) == []
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_background_cell_that_fails(kernel):
     kernel.ok("%%distributed --background --out handle\n1 / 0")
@@ -382,6 +364,7 @@ def test_a_background_cell_that_fails(kernel):
     assert kernel.fails("await handle").ename == "RunFailedError"
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_broken_background_cell_says_so_at_once(kernel):
     kernel.ok("import threading\nlock = threading.Lock()")
@@ -391,6 +374,7 @@ def test_a_broken_background_cell_says_so_at_once(kernel):
     assert kernel.value("res.values") == [1] * 4
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_background_cell_on_fresh_ranks(kernel, place):
     kernel.ok(f"%%distributed --background --fresh -n {2 // place.nodes} --out handle\nrank")
@@ -421,6 +405,7 @@ def reply_of(kernel: Any, code: str) -> str:
             return str(reply["content"]["status"])
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_with_auto_every_cell_runs_on_the_ranks(auto):
     auto.ok("automatic = rank")
@@ -431,6 +416,7 @@ def test_with_auto_every_cell_runs_on_the_ranks(auto):
     assert "automatic" in auto.complete("automa")
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_with_auto_magics_and_local_cells_stay_in_the_notebook(auto, place):
     assert auto.ok("%%local\nhere = 1\nhere").result == "1"
@@ -444,6 +430,7 @@ def test_with_auto_magics_and_local_cells_stay_in_the_notebook(auto, place):
     wait_until_fresh_ranks_have_left(auto)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_with_auto_the_lines_of_tracebacks_are_those_of_the_cell(auto):
     error = auto.fails("x = 1\n\n1 / 0")
@@ -455,6 +442,7 @@ def test_with_auto_the_lines_of_tracebacks_are_those_of_the_cell(auto):
     assert "----> 3 1 / 0" in auto.fails("%%distributed\nx = 1\n1 / 0").traceback
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_local_cell_that_fails_stops_the_notebook_with_or_without_auto(kernel):
     assert reply_of(kernel, "%%local\n1 / 0") == "error"
@@ -523,32 +511,19 @@ def test_a_rank_that_dies_is_told_with_what_is_lost_and_the_next_cell_works(star
 
 
 @pytest.mark.full
-@pytest.mark.slow_at(
-    "machine-SIGKILL-nothing",
-    "machine-shutdown-nothing",
-    "machine-shutdown-a cell in the background",
-    "machine-SIGKILL-a cell in the background",
-)
 @pytest.mark.once
-@pytest.mark.parametrize("doing", ["nothing", "a cell", "a cell in the background"])
-@pytest.mark.parametrize("end", ["shutdown", "SIGKILL"])
-def test_a_kernel_that_ends_with_a_session_leaves_nothing(  # noqa: PLR0913, PLR0917 - a table, and fixtures
-    start_kernel, place, doing, end, tmp_path, eventually
-):
+def test_a_kernel_killed_in_a_cell_of_a_session_leaves_nothing(start_kernel, place, tmp_path, eventually):
     """`close` looks for what is left."""
     kernel = start_kernel()
     kernel.ok(f"%distributed start {place.line(2)}")
     work = f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, str(rank)).touch()\ntime.sleep(1000)"
-    if doing != "nothing":
-        kernel.submit(f"%%distributed{' --background' if 'background' in doing else ''}\n{work}")
-        eventually(lambda: len(list(tmp_path.iterdir())) == 2, "the ranks are at work", 60)
-    if end == "SIGKILL":
-        kernel.kill()
-        kernel.all_gone("a kernel was killed")
-    # A kernel that runs a cell does not hear that it is to shut down: it is killed after a while.
-    kernel.manager.shutdown_wait_time = 2.0
+    kernel.submit(f"%%distributed\n{work}")
+    eventually(lambda: len(list(tmp_path.iterdir())) == 2, "the ranks are at work", 60)
+    kernel.kill()
+    kernel.all_gone("a kernel was killed")
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_deleting_what_the_notebook_has_does_not_end_the_session(kernel):
     kernel.ok("%%distributed --out res\nstays = 1")

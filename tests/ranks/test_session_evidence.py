@@ -92,7 +92,6 @@ def test_sends_and_receives_of_a_pipeline_are_no_mismatch(session):
     assert (result.ok, result.warnings) == (True, ())
 
 
-@pytest.mark.quick
 def test_a_send_that_a_failed_rank_did_not_receive_gives_no_wrong_number_later(session):
     failed = cell(
         session,

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 from chaos import on_ranks, soon, usual, wait_for_the_others
-from lanes import full, sampled
+from lanes import sampled
 from sources import INTERRUPTER, must_not_grow, said_by
-from test_chaos import DEATHS, SIZES, fail, grow_a_tree
+from test_chaos import DEATHS, fail, grow_a_tree
 
 import nblaunch
 from nblaunch.capture.names import cell_names
@@ -150,24 +150,16 @@ def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again(sessio
 
 
 def test_an_error_on_one_rank_while_no_other_waits_costs_nothing(session):
-    error = failing(session, "if rank == 1: raise LookupError('nothing there')\n'a value'")
+    error = failing(session, "half = 'done'\nif rank == 1: raise LookupError('nothing there')\n'a value'")
     assert (error.root_cause.rank, error.root_cause.message) == (1, "nothing there")
     assert error.result.values[0] == "a value"
+    assert set(session.pull("half")["half"]) == {"done"}, "what was bound before it is kept"
     assert error.result.warnings == ()
     nothing_is_lost(session)
 
 
-def test_variables_bound_before_an_error_are_kept(session):
-    failing(session, "half = 'done'\nraise ValueError")
-    assert set(session.pull("half")["half"]) == {"done"}
-    nothing_is_lost(session)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_one_rank_raises_while_the_others_sit_in_all_reduce(session, which):
-    n = size(session)
-    rank = 0 if which == "first" else n - 1
+def test_one_rank_raises_while_the_others_sit_in_all_reduce(session):
+    rank = size(session) - 1
     error = failing(session, on_ranks({rank}, fail))
     assert (error.root_cause.rank, error.root_cause.reason.partition(" (")[0]) == (
         rank,
@@ -180,11 +172,10 @@ def test_one_rank_raises_while_the_others_sit_in_all_reduce(session, which):
     nothing_is_lost(session)
 
 
-@pytest.mark.parametrize("code", [3, "text", True])
-def test_sys_exit_in_a_session_is_a_failure_and_no_end(session, code):
-    error = failing(session, on_ranks({1}, lambda: sys.exit(code)))
+def test_sys_exit_in_a_session_is_a_failure_and_no_end(session):
+    error = failing(session, on_ranks({1}, lambda: sys.exit(3)))
     assert (error.root_cause.rank, error.root_cause.type) == (1, "builtins.SystemExit")
-    assert error.root_cause.exitcode == (3 if code == 3 else 1)
+    assert error.root_cause.exitcode == 3
     nothing_is_lost(session)
 
 
@@ -211,24 +202,6 @@ def test_a_rank_that_eats_all_its_memory_keeps_its_variables(session):
 
 
 # --- collectives that never end --------------------------------------------------------------------
-
-
-def test_a_mismatched_collective_is_named_and_costs_nothing(session):
-    source = """
-    if rank == 0:
-        dist.broadcast(torch.ones(2), src=0)
-        dist.barrier()
-    else:
-        dist.all_reduce(torch.ones(3))
-        dist.all_reduce(torch.ones(3))
-    """
-    options = nblaunch.LaunchOptions(timeout=2 + usual(2))
-    error = failing_cell(session, textwrap.dedent(source), options)
-    # Which of the two it is depends on who speaks first: gloo notices some mismatches itself.
-    if isinstance(error, nblaunch.RunTimeoutError):
-        assert "broadcast" in str(error)
-    assert error.result.warnings == (REFORMED,)
-    nothing_is_lost(session)
 
 
 def failing_cell(
@@ -337,7 +310,6 @@ def interrupted(session: nblaunch.Session, source: str, flags: Path, eventually:
     return caught.value
 
 
-@pytest.mark.quick
 def test_an_interrupt_in_a_training_loop_keeps_the_model(session, tmp_path, eventually):
     error = interrupted(session, TRAIN, tmp_path, eventually)
     assert "the run was interrupted: " in str(error)
@@ -347,22 +319,12 @@ def test_an_interrupt_in_a_training_loop_keeps_the_model(session, tmp_path, even
     weights = session.pull("model")["model"]
     assert len(weights) == size(session)
     nothing_is_lost(session)
-    # And once more, from where it stands.
-    for path in tmp_path.iterdir():
-        path.unlink()
-    interrupted(session, TRAIN, tmp_path, eventually)
-    nothing_is_lost(session)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "body",
-    [
-        "time.sleep(1000)",
-        "dist.barrier() if rank else time.sleep(1000)",
-        "dist.recv(torch.ones(1), src=1 - rank % 2)",
-    ],
-    ids=["sleep", "barrier", "recv"],
+    ["dist.barrier() if rank else time.sleep(1000)", "dist.recv(torch.ones(1), src=1 - rank % 2)"],
+    ids=["barrier", "recv"],
 )
 def test_an_interrupt_wherever_ranks_are_costs_nothing(session, tmp_path, eventually, body):
     source = f"import pathlib, time\n(pathlib.Path(flags) / str(rank)).touch()\n{body}"
@@ -371,7 +333,7 @@ def test_an_interrupt_wherever_ranks_are_costs_nothing(session, tmp_path, eventu
 
 
 @pytest.mark.parametrize(
-    "number", [*range(3), *[pytest.param(each, marks=pytest.mark.slow) for each in range(3, 20)]]
+    "number", [0, *[pytest.param(each, marks=pytest.mark.slow) for each in range(1, 20)]]
 )
 def test_an_interrupt_at_a_random_time(session, number):
     """Also before the job has begun, and after it has ended: nothing is lost, and the session is not busy."""
@@ -417,13 +379,10 @@ print("done")
 )
 
 
-@pytest.mark.slow_at("machine-0-25-/nblaunch/", "machine-0-6-/nblaunch/")
 @pytest.mark.parametrize(
     ("seed", "lines", "file"),
     [
-        (0, 6, "/nblaunch/"),
-        full((0, 25, "/nblaunch/")),
-        full((0, 40, "/nblaunch/client/session.py")),
+        (0, 10, "/nblaunch/client/session.py"),
         pytest.param(1, 150, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
@@ -438,47 +397,10 @@ def test_an_interrupt_of_idle_ranks_does_nothing(session):
     nothing_is_lost(session)
 
 
-def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period(open_session, tmp_path, eventually):
-    session = open_session(2, grace=0.5)
-    source = """
-    import pathlib, signal, time
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    (pathlib.Path(flags) / str(rank)).touch()
-    time.sleep(1000)
-    """
-    before = session.run(os.getpid).values
-    interrupted(session, textwrap.dedent(source), tmp_path, eventually)
-    eventually(lambda: not any(map(psutil.pid_exists, before)), "the old ranks are gone")
-    assert session.status().attempt == 1
-    works_with_empty_ranks(session)
-
-
-def test_a_second_interrupt_skips_the_grace_period(open_session, eventually):
-    session = open_session(2, grace=60)
-    source = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(1000)"
-    main = threading.main_thread().ident or 0
-
-    def stop() -> None:
-        eventually(lambda: "time.sleep(1000)" in str(session.stacks()), "all ranks are at work", 30)
-        for _ in range(2):
-            signal.pthread_kill(main, signal.SIGINT)
-            time.sleep(0.5)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        session.cell(source)
-    assert time.monotonic() - started < 30
-    thread.join()
-    works_with_empty_ranks(session)
-
-
 # --- ranks that die --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("death", sampled(DEATHS, 3))
+@pytest.mark.parametrize("death", ["os._exit(0)", "SIGKILL"])
 def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(open_session, death):
     action, exitcode, name, reason, _ = DEATHS[death]
     session = open_session(2)
@@ -491,48 +413,25 @@ def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(open_session, death
     works_without(session, 1)
 
 
-@SIZES
-def test_a_job_for_some_ranks_right_after_a_death_is_for_those_alone(open_session, nproc):
+def test_a_job_for_some_ranks_right_after_a_death_is_for_those_alone(open_session):
     """It is given while the new ranks are still being started."""
-    session = open_session(nproc)
+    session = open_session(2)
     failing(session, on_ranks({0}, lambda: os._exit(3)))
     result = session.cell("print('here'); rank", ranks=[1])
     assert (result.values, result.ranks.keys(), len(result.attempts)) == ([1], (1,), 1)
     assert result.ranks[1].stdout == "here\n"
-    assert session.cell("rank").values == list(range(nproc))
+    assert session.cell("rank").values == [0, 1]
 
 
-def test_several_deaths_in_a_row(open_session):
-    session = open_session(2)
-    for number in range(3):
-        error = failing(session, on_ranks({1}, lambda: os._exit(7)))
-        assert error.result.warnings == (of_death(session, 1),)
-        works_without(session, 1)
-        assert session.status().attempt == number + 1
-
-
-def test_the_notebooks_variables_are_sent_to_the_new_ranks(open_session):
-    session = open_session(2)
-    there = {"given": [1]}
-    session.cell("given.append(2)", namespace=there)
-    failing(session, on_ranks({1}, lambda: os._exit(7)))
-    kept = [1, 2] if session._live.options.on is None else [1]
-    assert session.cell("given", namespace=there).values == [kept] * 2
-
-
-@pytest.mark.parametrize("between", sampled(["nothing", "push", "pull"]))
+@pytest.mark.parametrize("between", ["nothing", "push"])
 def test_a_death_between_two_jobs_is_told_with_the_next(open_session, eventually, between):
     """That is, with the next whose result somebody sees."""
     session = open_session(2)
     os.kill(session.run(os.getpid)[1], signal.SIGKILL)
     eventually(lambda: session.status().attempt == 1, "the agent has noticed")
     on_nodes = session._live.options.on is not None
-    match between:
-        case "push":
-            session.push({"pushed": 1})
-        case "pull":
-            with pytest.raises(nblaunch.NblaunchError, match="'nowhere' is not defined"):
-                session.pull("nowhere")
+    if between == "push":
+        session.push({"pushed": 1})
     result = session.cell("rank")
     assert result.values == [0, 1]
     assert any(each.startswith("rank 1 was killed by SIGKILL") for each in result.warnings)
@@ -581,77 +480,7 @@ def test_the_processes_of_a_rank_go_with_the_session(open_session, eventually):
     eventually(lambda: not any(map(psutil.pid_exists, pids)), "the processes of a rank have gone with it")
 
 
-def test_the_processes_of_a_rank_go_with_the_rank(open_session, eventually):
-    session = open_session(2)
-    pids = [int(word) for word in session.run(lambda: grow_a_tree(8) and None).ranks[1].stdout.split()]
-    failing(session, on_ranks({1}, lambda: os._exit(7)))
-    eventually(lambda: not any(map(psutil.pid_exists, pids)), "the processes of a rank have gone with it")
-    works_without(session, 1)
-
-
 # --- parts of nblaunch that break ------------------------------------------------------------------
-
-
-BREAK = """
-    import os, sys, time
-    import psutil
-    import nblaunch
-    from nblaunch.client.local import local
-
-    GONE = "the ranks were started anew: all of their variables are gone"
-
-    def said(use):
-        try:
-            return use()
-        except nblaunch.NblaunchError as error:
-            return f"{type(error).__name__}: {error}"
-
-    session = nblaunch.Session(2)
-    session.cell("kept = rank")
-    keeper = psutil.Process(local().runtime.keeper.pid)
-    (server,) = (each for each in keeper.children() if each.pid != local().runtime.welcome.pid)
-"""
-
-SURVIVES = """
-    victim.kill()
-    deadline = time.monotonic() + 60
-    while session.status().attempt == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    result = session.cell("rank, 'kept' in globals()")
-    assert result.values == [(0, False), (1, False)], result.values
-    assert GONE in result.warnings, result.warnings
-    result = session.cell("import torch.distributed as dist; dist.barrier(); print('out')")
-    assert (result.warnings, result.ranks[1].stdout) == ((), "out\\n")
-    session.close()
-    print("done")
-"""
-
-ENDS = """
-    victim.kill()
-    print(said(lambda: session.cell("1")))
-    print(said(lambda: session.cell("1")))
-    with nblaunch.Session(2) as another:
-        print(another.run(int).values)
-"""
-
-
-@pytest.mark.slow_at("keeper")
-@pytest.mark.parametrize("who", ["server", "keeper"])
-def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, who):
-    """In a program of its own: all sessions of a process share them. The keeper takes the session along."""
-    rest = SURVIVES if who == "server" else ENDS
-    program = script(f"{textwrap.dedent(BREAK)}\nvictim = {who}\n{textwrap.dedent(rest)}")
-    assert program.returncode == 0, program.stderr
-    if who == "server":
-        assert program.stdout == "done\n"
-        return
-    first, *_, second, third = program.stdout.splitlines()
-    assert first.startswith(
-        ("LaunchError: nblaunch's runtime has ended", "LaunchError: session 'default' has")
-    )
-    assert second.startswith("LaunchError: session 'default' has ended")
-    assert third == "[0, 0]"
 
 
 @pytest.mark.slow_at("agent")
@@ -775,8 +604,8 @@ def test_heals_let_nothing_grow_in_the_ranks(session):
 
 @pytest.mark.parametrize(
     ("warm_up", "times", "windows"),
-    [full((60, 40, 4)), pytest.param(100, 250, 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
-    ids=["220 cells", "1100 cells"],
+    [pytest.param(100, 250, 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    ids=["1100 cells"],
 )
 def test_cells_in_one_session_let_nothing_grow(warm_up, times, windows, tmp_path, place):
     options = json.dumps(place.options(2))

@@ -37,7 +37,6 @@ def cell(session: nblaunch.Session, source: str) -> nblaunch.RunResult:
     return session.cell(textwrap.dedent(source), namespace={}, check=False)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("failing", ["forward", "between", "backward"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, kind, failing):

@@ -75,7 +75,6 @@ def test_each_rank_that_asks_is_answered_and_named(dialogue):
     assert [value[1] for value in values] == [None, "secret"]
 
 
-@pytest.mark.quick
 def test_where_nobody_can_be_asked_the_rank_is_told_so(dialogue):
     dialogue.run("%%distributed -n 2\ninput()", allow_stdin=False)
     assert dialogue.error

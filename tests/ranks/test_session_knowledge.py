@@ -11,6 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
+from lanes import sampled
 
 import nblaunch
 
@@ -127,19 +128,22 @@ def test_an_optimizer_that_comes_later_steps_the_ranks_model(notebook):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("first", "then", "check"),
-    [
-        ("a = [1]", "b = a", "b is a"),
-        ("a = {'k': [1]}", "b = a['k']", "b is a['k']"),
-        ("a = [1]", "b = {'inside': a}", "b['inside'] is a"),
-        ("a = [1]", "def b():\n    return a", "b() is a"),
-        ("a = [1]", "b = (lambda kept: lambda: kept)(a)", "b() is a"),
-        ("class a: pass", "b = a()", "type(b) is a"),
-        ("def a(): pass", "b = [a]", "b[0] is a"),
-        ("import torch; a = torch.zeros(4)", "b = a[:2]", "b.fill_(3).data_ptr() == a.data_ptr()"),
-        ("import torch; a = torch.nn.Linear(2, 2)", "b = a.weight", "b is a.weight"),
-        ("import numpy; a = numpy.zeros(4)", "b = [a]", "b[0] is a"),
-        ("import types; a = types.SimpleNamespace(k=[1])", "b = a.k", "b is a.k"),
-    ],
+    sampled(
+        [
+            ("a = [1]", "b = a", "b is a"),
+            ("a = {'k': [1]}", "b = a['k']", "b is a['k']"),
+            ("a = [1]", "b = {'inside': a}", "b['inside'] is a"),
+            ("a = [1]", "def b():\n    return a", "b() is a"),
+            ("a = [1]", "b = (lambda kept: lambda: kept)(a)", "b() is a"),
+            ("class a: pass", "b = a()", "type(b) is a"),
+            ("def a(): pass", "b = [a]", "b[0] is a"),
+            ("import torch; a = torch.zeros(4)", "b = a[:2]", "b.fill_(3).data_ptr() == a.data_ptr()"),
+            ("import torch; a = torch.nn.Linear(2, 2)", "b = a.weight", "b is a.weight"),
+            ("import numpy; a = numpy.zeros(4)", "b = [a]", "b[0] is a"),
+            ("import types; a = types.SimpleNamespace(k=[1])", "b = a.k", "b is a.k"),
+        ],
+        4,
+    ),
     ids=lambda each: each.splitlines()[0][:40],
 )
 def test_what_the_ranks_have_is_referred_to_under_any_name(notebook, first, then, check):
@@ -220,7 +224,7 @@ def test_a_helper_that_was_missing_is_found_once_it_is_defined(notebook):
     assert notebook.both("outer()") == 42
 
 
-@pytest.mark.parametrize("name", ["rank", "world_size", "device", "local_rank"])
+@pytest.mark.parametrize("name", ["rank", "device"])
 def test_a_notebooks_variable_of_a_ranks_own_name_is_noticed(notebook, name):
     notebook(f"{name} = 'mine'\ndef reads():\n    return str({name})")
     cell = notebook.ranks(f"str({name}), reads()")
@@ -235,25 +239,28 @@ def test_a_notebooks_variable_of_a_ranks_own_name_is_noticed(notebook, name):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("made", "changed"),
-    [
-        ("it = {'lr': 0.1}", "it['lr'] = 0.01"),
-        ("it = [1]", "it.append(2)"),
-        ("it = {'deep': [[1]]}", "it['deep'][0].append(2)"),
-        ("it = {1}", "it.add(2)"),
-        ("it = bytearray(b'a')", "it += b'b'"),
-        ("import numpy; it = numpy.zeros(3)", "it[0] = 1"),
-        ("import numpy; it = numpy.zeros(1_000_000)", "it[:] = 1"),
-        ("import torch; it = torch.zeros(3)", "it[0] = 1"),
-        (
-            "import torch; it = torch.nn.Linear(2, 2)",
-            "it.load_state_dict(torch.nn.Linear(2, 2).state_dict())",
-        ),
-        ("class it:\n    def speak(self): return 1", "it.speak = lambda self: 2"),
-        ("def it(): return it.count\nit.count = 1", "it.count = 2"),
-        ("import types; it = types.SimpleNamespace(a=1)", "it.a = 2"),
-        ("import collections; it = collections.deque([1])", "it.append(2)"),
-        ("class It:\n    __slots__ = ('a',)\nit = It()\nit.a = 1", "it.a = 2"),
-    ],
+    sampled(
+        [
+            ("it = {'lr': 0.1}", "it['lr'] = 0.01"),
+            ("it = [1]", "it.append(2)"),
+            ("it = {'deep': [[1]]}", "it['deep'][0].append(2)"),
+            ("it = {1}", "it.add(2)"),
+            ("it = bytearray(b'a')", "it += b'b'"),
+            ("import numpy; it = numpy.zeros(3)", "it[0] = 1"),
+            ("import numpy; it = numpy.zeros(1_000_000)", "it[:] = 1"),
+            ("import torch; it = torch.zeros(3)", "it[0] = 1"),
+            (
+                "import torch; it = torch.nn.Linear(2, 2)",
+                "it.load_state_dict(torch.nn.Linear(2, 2).state_dict())",
+            ),
+            ("class it:\n    def speak(self): return 1", "it.speak = lambda self: 2"),
+            ("def it(): return it.count\nit.count = 1", "it.count = 2"),
+            ("import types; it = types.SimpleNamespace(a=1)", "it.a = 2"),
+            ("import collections; it = collections.deque([1])", "it.append(2)"),
+            ("class It:\n    __slots__ = ('a',)\nit = It()\nit.a = 1", "it.a = 2"),
+        ],
+        4,
+    ),
     ids=lambda each: each.replace("import ", "")[:40],
 )
 def test_a_change_in_place_is_noticed_until_it_is_pushed(notebook, made, changed):
@@ -352,20 +359,17 @@ def test_a_push_changes_the_object_that_the_ranks_have(notebook):
 @pytest.mark.parametrize(
     ("made", "changed"),
     [
-        ("import types\nit = types.SimpleNamespace(a=1)", "it.a = 7"),
         (
             "import types\nclass Own(types.SimpleNamespace): pass\nit = Own(a=1, old=2)",
             "it.a = 7\ndel it.old",
         ),
-        ("import argparse\nit = argparse.Namespace(a=1)", "it.a = 7"),
         (
             "class Own(dict): __getattr__ = dict.__getitem__\nit = Own(a=1, old=2)",
             "it['a'] = 7\ndel it['old']",
         ),
-        ("class Own(list): pass\nit = Own([1, 2])\nit.a = 1", "it[:] = [7]\nit.a = 7"),
         ("import collections\nclass Own(collections.deque): a = 7\nit = Own([1])", "it.append(2)"),
     ],
-    ids=["SimpleNamespace", "subclass of it", "argparse.Namespace", "dict's", "list's", "deque's"],
+    ids=["SimpleNamespace's", "dict's", "deque's"],
 )
 def test_a_push_of_settings_is_seen_by_all_that_refers_to_them(notebook, made, changed):
     notebook(f"{made}\nother = it\nwithin = {{'it': it}}")
@@ -467,7 +471,7 @@ def test_a_ranks_own_variable_survives_a_payload_that_cannot_be_read(notebook):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("within", ["{}", "[{}]", "{{'a': [{}]}}", "(lambda it: lambda: it)({})"])
+@pytest.mark.parametrize("within", ["[{}]", "(lambda it: lambda: it)({})"])
 def test_the_notebook_frees_what_it_deletes(notebook, within):
     notebook.variables["array"] = np.ones(100_000)
     notebook("big = " + within.format("array"))

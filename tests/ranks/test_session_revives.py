@@ -88,7 +88,6 @@ def test_a_ddp_model_is_named_with_the_line_that_revives_it(session):
     assert broken(session)[1:] == (f"{DEAD}model (model = DDP(model.module))",)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_ddp_model_can_be_revived_after_a_failure_within_a_step(session, where):
     """Also while the traceback of the failure refers to the old one, whose hooks are on the parameters."""

@@ -112,6 +112,7 @@ def test_a_group_that_has_died_is_passed_over(watched, waiting, who):
     assert watched.run(body="rank + 1") == [1, 2]
 
 
+@pytest.mark.slow
 def test_an_error_of_a_run_that_takes_it_is_told_as_ever(watched, waiting):
     waiting()
     error = watched.kernel.fails("%%distributed -n 2 --out res\nif rank == 1:\n    raise ValueError('mine')")
@@ -158,6 +159,7 @@ def test_it_can_be_turned_off(start_kernel, eventually):
     assert watched.poke(running) == watched.kernel.value(running) == []
 
 
+@pytest.mark.slow
 def test_a_script_prepares_nothing():
     """It may never run anything again; nothing is to be started only to be ended."""
     from nblaunch.client.preparation import standby_wanted

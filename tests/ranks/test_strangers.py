@@ -31,6 +31,7 @@ class Bomb:
         return boom, (str(self.path),)
 
 
+@pytest.mark.full
 def test_a_run_is_unharmed_by_strangers_at_its_socket(tmp_path):
     bomb = pickle.dumps(Bomb(tmp_path / "went-off"))
 

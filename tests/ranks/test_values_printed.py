@@ -55,7 +55,6 @@ def test_one_ranks_result_keeps_its_text():
     assert rank.stdout == f"{LINE}\n" * 1000
 
 
-@pytest.mark.quick
 def test_a_pickled_result_holds_the_text(result):
     assert pickle.loads(pickle.dumps(result)).ranks[0].stdout == f"{LINE}\n" * 1000
 

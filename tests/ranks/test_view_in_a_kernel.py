@@ -200,7 +200,6 @@ finally:
     assert content["data"]["text/plain"] == "rank 0: 3.0"
 
 
-@pytest.mark.quick
 @pytest.mark.oldest
 def test_a_saved_notebook_holds_static_html_and_no_widget():
     saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN + "\nrun(0.5)")])
@@ -237,7 +236,6 @@ notices_pages = pytest.mark.skipif(
 )
 
 
-@pytest.mark.quick
 @notices_pages
 def test_a_page_that_connects_during_a_run_is_sent_the_panel_and_its_end(kernel, page):
     kernel.client.execute("run(2.5)")

@@ -142,7 +142,6 @@ def test_steps_are_those_of_nblaunch_step_where_it_is_called(session):
     assert (rank, message, error.step) == (1, "the loss is NaN, in step 12", 12)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "said"),
     sampled(
