@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lanes import slow
 from patience import eventually
 from training import STEPS
 
@@ -327,7 +328,7 @@ def went_on(session: nblaunch.Session, begun: int) -> list[bool]:
     "options",
     [
         pytest.param("", marks=pytest.mark.quick, id="plain"),
-        "gradient_as_bucket_view=True",
+        slow("gradient_as_bucket_view=True"),
         "static_graph=True",
         "find_unused_parameters=True",
     ],
@@ -339,7 +340,7 @@ def test_training_with_ddp_goes_on_to_the_bit_from_the_step_that_was_cut_off(qua
     assert all(went_on(quad, 2))
 
 
-@pytest.mark.parametrize("begun", [4, 1])
+@pytest.mark.parametrize("begun", [4, slow(1)])
 def test_training_with_ddp_goes_on_from_the_step_before_which_a_rank_died(quad, begun):
     """To the bit once DDP has arranged its buckets; before that, it is as if the model were wrapped again."""
     begin(quad, begun)
