@@ -13,8 +13,6 @@ from shown_runs import err, out, returned, run_of
 from nblaunch._budget import cost_of_text, fair_limit, shortened
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, advance
-from nblaunch.protocol.transcript import Text, Transcript, displayed, printed
-from nblaunch.view.output import last_line
 from nblaunch.view.screen import BOLD, ITALIC, PLAIN, UNDERLINE, Screen, colored, plain
 from nblaunch.view.summary import Header, traceback_text
 from nblaunch.view.terminal_view import LiveLines
@@ -227,42 +225,6 @@ def test_200_000_lines_are_shown_by_their_beginning_and_end_and_counted_right():
     assert count + sum(line.startswith("[rank 0] line ") for line in shown) == 200_000
 
 
-@examples(40)
-@given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=200),
-    pieces=st.lists(st.integers(1, 20_000), min_size=1, max_size=20),
-)
-def test_the_same_text_gives_the_same_transcript_whatever_pieces_it_comes_in(lengths, pieces):
-    text = "".join(f"{number}:" + "x" * length + "\n" for number, length in enumerate(lengths * 4))
-    whole = printed(Transcript(), wire.Stream.STDOUT, text)
-    pieced, position, turn = Transcript(), 0, 0
-    while position < len(text):
-        size = pieces[turn % len(pieces)]
-        pieced = printed(pieced, wire.Stream.STDOUT, text[position : position + size])
-        position, turn = position + size, turn + 1
-    assert pieced == whole
-    assert whole.written == len(text)
-    kept = "".join(entry.text for entry in whole.entries if isinstance(entry, Text))
-    assert len(kept) + whole.omitted == len(text)
-    assert kept.count("\n") + whole.omitted_lines == text.count("\n")
-
-
-def test_a_rank_that_writes_single_characters_in_turns_keeps_a_bounded_transcript():
-    transcript = Transcript()
-    for number in range(20_000):
-        transcript = printed(transcript, list(wire.Stream)[number % 2], "x")
-    assert len(transcript.entries) < 6000
-    assert transcript.written == 20_000
-
-
-def test_a_rank_that_only_displays_keeps_a_bounded_transcript_and_says_what_is_missing():
-    transcript = Transcript()
-    for _ in range(1000):
-        transcript = displayed(transcript, wire.Displayed(rank=0, data={"text/plain": "figure"}))
-    assert len(transcript.displays) + transcript.omitted_displays == 1000
-    assert len(transcript.displays) < 400
-
-
 def test_one_endless_line_says_how_many_characters_are_missing():
     assert "characters left out" in text_of(1, out(0, "x" * 300_000)).splitlines()[0]
 
@@ -296,21 +258,6 @@ def test_displays_that_are_left_out_are_counted():
 def test_what_only_stderr_said_is_looked_up_there():
     text = text_of(1, err(0, "warning\n" * 50_000))
     assert "see result.ranks[0].stderr" in text
-
-
-def test_the_last_line_of_a_long_drawn_bar_is_the_bar():
-    text = "".join(f"\r{step:3}%|{'#' * 20}|" for step in range(1_000))
-    transcript = printed(Transcript(), wire.Stream.STDERR, text)
-    assert last_line(transcript) == f"999%|{'#' * 20}|"
-    endless = printed(Transcript(), wire.Stream.STDOUT, "x" * 10_000 + "\r\n")
-    assert last_line(endless).startswith("… x")
-
-
-def test_the_last_line_is_the_last_that_is_not_blank():
-    transcript = printed(Transcript(), wire.Stream.STDOUT, "first\nse")
-    transcript = printed(transcript, wire.Stream.STDOUT, "cond\n\n  \n")
-    assert last_line(transcript) == "second"
-    assert last_line(Transcript()) == ""
 
 
 @given(st.text(max_size=400))
