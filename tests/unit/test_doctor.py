@@ -31,10 +31,6 @@ BOUND = 5.0
 MIB = 1 << 20
 GIB = 1 << 30
 
-# How long these take depends on what else the machine does: in time, or "no answer within ...".
-TIMED = {"torch", "NCCL", "GPU", "fork server"}
-
-
 CHECKS = all_checks(DoctorRuntime())
 
 
@@ -239,9 +235,6 @@ def test_what_is_too_old_or_not_installed_is_a_problem(monkeypatch):
     assert old.summary.startswith("msgspec ")
     assert old.summary.endswith("is installed, and nblaunch needs 99.0 or later")
     assert missing.advice == "pip install 'no-such-package>=1.2'"
-
-
-# --- ranks: the fork server and what they need ----------------------------------------------------------
 
 
 # --- one check each -------------------------------------------------------------------------------------

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
 from nblaunch.group import fitness
-from nblaunch.group.fitness import Tallies, unfit
+from nblaunch.group.fitness import unfit
 from nblaunch.protocol.messages import Tally, Where
 
 BACKENDS = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy", "gloo", "registered-by-a-test")
@@ -138,75 +132,3 @@ def test_a_failed_job_must_have_called_as_much_on_all_ranks(called, fit):
     assert (unfit(SOUND, MEMBERS, called, succeeded=False) == "") is fit
     assert fitness.uneven(called, MEMBERS) is not fit
     assert unfit(SOUND, MEMBERS, called, succeeded=True) == "", "the recorders agree"
-
-
-# --- each condition is there for a case -----------------------------------------------------------
-
-
-DECIDING = ("uneven", "unfit", "_unread")
-OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Gt: ast.LtE, ast.Is: ast.IsNot, ast.In: ast.NotIn}
-
-
-class Mutation(ast.NodeTransformer):
-    """Leaves out one condition of the functions that decide, or turns it round: the one of this number."""
-
-    def __init__(self, number: int) -> None:
-        self.left, self.done = number, ""
-
-    def visit_Module(self, node: ast.Module) -> ast.AST:
-        node.body = [
-            self.visit(each) if getattr(each, "name", "") in DECIDING else each for each in node.body
-        ]
-        return node
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        for other in changed(node):
-            self.left -= 1
-            if self.left == -1:
-                self.done = ast.unparse(node)
-                return other
-        return node
-
-
-def changed(node: ast.AST) -> Iterator[ast.AST]:
-    match node:
-        case ast.If():
-            yield ast.Pass()
-        case ast.BoolOp(values=values):
-            yield from values
-        case ast.Compare(left=left, ops=[op], comparators=others):
-            yield ast.Compare(left, [OPPOSITE[type(op)]()], others)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield operand
-
-
-def mutations() -> Iterator[tuple[str, dict[str, object]]]:
-    for number in range(1_000):
-        mutation = Mutation(number)
-        tree = ast.fix_missing_locations(mutation.visit(ast.parse(inspect.getsource(fitness))))
-        if not mutation.done:
-            return
-        names: dict[str, object] = {"__name__": "mutated"}
-        exec(compile(tree, "mutated", "exec"), names)  # noqa: S102 - a mutation of our own source
-        yield mutation.done, names
-
-
-def answers_of(names: Mapping[str, Any]) -> list[object]:
-    """Return what the function answers to every case of this file."""
-    cases = [*FIT.values(), *(each for each, _ in (UNFIT | UNFIT_AFTER_A_FAILURE).values())]
-    jobs: tuple[Tallies, ...] = ({}, {0: (default(1, None),)}, {0: (PAIR,), 1: (PAIR,)})
-    found: list[object] = []
-    for answers, succeeded, called in itertools.product(cases, (True, False), jobs):
-        try:
-            found.append(names["unfit"](answers, MEMBERS, called, succeeded=succeeded))
-        except Exception as error:  # noqa: BLE001 - a mutation may break anything
-            found.append(type(error))
-    return found
-
-
-def test_each_condition_decides_some_case():
-    made = list(mutations())
-    right = answers_of(vars(fitness))
-    assert [what for what, names in made if answers_of(names) == right] == []
-    assert len(made) > 15
