@@ -436,7 +436,7 @@ tensor: it.sum(), it[1:], it.numpy(), repr(it), it.view(2, 3), it.storage_offset
     it = torch.arange(6.)
 tensors of one memory: it[0].sum(), it[0].add(1)
     base = torch.zeros(4); it = [base[:2], base[2:], base.view(2, 2)]
-module: it.eval()[:3](torch.ones(1, 2)), it.state_dict(), list(it.parameters()), it[3](torch.ones(1, 1, 2))
+module: it.eval()[:3](torch.ones(1, 2)), it.train(), it.state_dict(), it[3](torch.ones(1, 1, 2))
     nn = torch.nn
     it = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(), nn.LSTM(2, 2))
 module of a cell: Net(); it(torch.ones(1)); it.shape; it.act; repr(it)
@@ -460,7 +460,7 @@ autograd function: it.apply(torch.ones(1, requires_grad=True)).sum().backward()
         def forward(c, x): return x * 2
         @staticmethod
         def backward(c, g): return g
-attention: it.eval()(torch.ones(1, 1, 4)); it.train()
+attention: it.eval()(torch.ones(1, 1, 4)); it.train(); list(it.parameters())
     it = torch.nn.TransformerEncoderLayer(4, 2, 4)
 optimizer: it.state_dict(), repr(it), it.state[p], it.param_groups[0]['lr']
     p = torch.nn.Parameter(torch.ones(2))
