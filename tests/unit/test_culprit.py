@@ -84,24 +84,9 @@ class Config:
     held: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    name: str = "frozen"
-    held: object = None
-
-
 class Point(NamedTuple):
     x: int
     held: object
-
-
-class Stateful:
-    def __init__(self) -> None:
-        self.left_out = threading.Lock()
-        self.kept = LOCK
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"kept": self.kept}
 
 
 class Reduced:
@@ -158,8 +143,6 @@ class Refusing:
         (Slotted(LOCK), "v.held"),
         (Slotted(1, LOCK), "v._Slotted__hidden"),
         (Config(held=LOCK), "v.held"),
-        (Frozen(held=LOCK), "v.held"),
-        (Stateful(), "v.kept"),
         (Reduced([LOCK]), "v.held[0]"),
         (Says({"a": LOCK}), "v.a"),
         (Says(({"a": 1}, {"b": LOCK})), "v.b"),

@@ -252,14 +252,6 @@ def test_a_kept_rank_that_dies_before_it_is_ready_ends_the_group_and_a_fresh_one
         assert (Order.STOP_AGENT in group.feed(exited(1))) is persistent
 
 
-def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
-    group = Group().start()
-    group.feed(returned(0))
-    actions = group.feed(Trigger.AGENT_ENDED)
-    assert actions == [Order.CLOSE_GROUP, Order.FINISH_JOB]
-    assert group.stage() is Stage.CLOSED
-
-
 # --- nodes that an engine places -------------------------------------------------------------------
 
 
@@ -449,19 +441,6 @@ def test_an_interrupt_of_idle_ranks_does_nothing():
     assert group.state == before
 
 
-def test_a_second_interrupt_skips_the_grace_period():
-    fresh, kept = Group().start(), Group(persistent=True).start()
-    for group in (fresh, kept):
-        group.interrupt()
-    assert fresh.interrupt() == [Order.SKIP_GRACE, Order.STOP_AGENT]
-    asked = kept.feed(Trigger.INTERRUPT)
-    assert sent(asked, wire.ReportWhere) == [0, 1], "imports are only broken off"
-    assert kept.feed(where(0), where(1)) == [Order.SKIP_GRACE, Order.RESTART_AGENT]
-    assert kept.stage() is Stage.REPLACING
-    assert finished(kept.feed(life.AttemptStarting(attempt(1))))
-    assert kept.notices() == ("ranks 0-1 had not ended when the job was interrupted again", GONE)
-
-
 def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
     group = Group(persistent=True).start()
     group.interrupt()
@@ -477,15 +456,6 @@ def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
     assert Order.RESTART_AGENT not in group.after(1.9)
     assert Order.RESTART_AGENT in group.after(0.2)
     assert group.notices() == ("rank 1 went on after two interrupts, --grace 5 s apart",)
-
-
-def test_a_rank_in_c_code_is_waited_for():
-    group = Group(persistent=True).start()
-    group.interrupt()
-    actions = group.after(100)
-    assert set(group.state.interruption.waited_for) == {0, 1}
-    assert not [each for each in actions if not isinstance(each, Send | life.ReadStacks)]
-    assert sent(actions, wire.Interrupt) == []
 
 
 # --- recovery --------------------------------------------------------------------------------------

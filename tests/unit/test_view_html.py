@@ -159,12 +159,6 @@ def test_nothing_that_a_rank_says_becomes_markup(printed, message, value):
     assert all(re.fullmatch(r"data:image/[a-z+]+;base64,[A-Za-z0-9+/=]*", str(source)) for source in sources)
 
 
-def test_a_script_that_a_rank_prints_is_text():
-    page = page_of(1, out(0, "<script>alert(1)</script>\n"))
-    assert "script" not in page.tags
-    assert "<script>alert(1)</script>" in words(page)
-
-
 def test_there_is_no_script_no_style_sheet_no_svg_no_aria_and_no_data_attribute():
     failure = wire.FailureRecord(type="E", message="m", traceback="t", time=1.0)
     markup = html_of(
@@ -232,16 +226,9 @@ def test_the_peak_of_gpu_memory_has_a_column_where_there_is_one():
     assert "GPU peak" not in words(page_of(1, returned(0, "3.0")))
 
 
-@pytest.mark.parametrize("state", State)
-def test_every_state_is_a_word_and_a_sign_not_only_a_colour(state):
+def test_every_state_is_a_word_and_a_sign_not_only_a_colour():
     assert len({*ICONS.values()}) == len(State)
-    assert state in STATE_COLORS
-
-
-def test_equal_output_is_there_once():
-    markup = html_of(8, *(out(rank, "epoch 1\nepoch 2\n") for rank in range(8)))
-    assert markup.count("epoch 1") == 1
-    assert "Output of ranks 0-7 (2 lines)" in markup
+    assert set(STATE_COLORS) == set(State)
 
 
 def test_a_root_cause_comes_first_with_its_traceback_and_consequences_are_folded_beneath():
@@ -446,14 +433,22 @@ def test_no_displayed_html_ends_the_panel_around_it(given):
     assert page.opened == []
 
 
-def test_the_same_run_gives_the_same_html_wherever_it_ran():
-    def state(pid, time, node):
-        hello = wire.Hello(rank=0, token="", attempt=0, local_rank=0, world_size=1, node=node, pid=pid)
-        return run_of(1, hello, wire.Started(rank=0, time=time), out(0, "hello\n"), returned(0, "1"))
+def test_pids_times_hosts_and_paths_of_the_machine_are_in_neither_form():
+    def forms(pid, time, node):
+        hello = wire.Hello(rank=0, token="", attempt=0, local_rank=0, world_size=2, node=node, pid=pid)
+        failure = wire.FailureRecord(type="m.E", message="no", time=time)
+        state = run_of(
+            2,
+            hello,
+            wire.Started(rank=0, time=time),
+            out(0, "hello\n"),
+            returned(0, "1"),
+            wire.Raised(rank=1, failure=failure),
+        )
+        header = Header("cell", "gloo", node=node, log_dir=f"/logs/{node}")
+        return render_html(state, header), render_text(state, header)
 
-    one = render_html(state(1234, 10.0, "host-a"), Header("cell", "gloo", node="a", log_dir="/logs/a"))
-    other = render_html(state(98765, 77.0, "host-b"), Header("cell", "gloo", node="b", log_dir="/logs/b"))
-    assert one == other
+    assert forms(1234, 10.0, "host-a") == forms(98765, 77.0, "host-b")
 
 
 def saved_size(state):
@@ -514,13 +509,6 @@ def test_a_figure_of_one_of_64_ranks_is_not_crowded_out_by_what_the_others_print
     assert "<img " in markup
     assert markup.index("<img ") < markup.index("Output of 63 ranks")
     assert "<details open" in markup[: markup.index("<img ")]
-
-
-def test_64_ranks_are_one_calm_page():
-    state = run_of(64, *(returned(rank, "3.0") for rank in range(64)))
-    page = Page(render_html(state, HEADER))
-    assert words(page).endswith("64 ranks · gloo rank state value 0-63 ✓ SUCCEEDED 3.0")
-    assert "details" not in page.tags, "there is nothing more to tell of any rank"
 
 
 def test_it_can_be_sent_as_json_even_where_a_rank_wrote_half_a_character():

@@ -159,12 +159,6 @@ def test_what_many_ranks_print_is_sent_once():
     assert ticker.feed.news(ticker.state, ticker.now) == {}, "there was room for all of it"
 
 
-def test_nothing_new_is_no_message():
-    ticker = Ticker(2)
-    assert ticker.tick(out("a\n"))
-    assert not ticker.tick()
-
-
 def test_a_progress_bar_is_one_line_and_only_it_is_sent():
     ticker = Ticker()
     ticker.tick(out("before\n"), err("\r 0%|     |"), out("after\n"))
@@ -310,13 +304,8 @@ def test_clear_output_clears_the_page_too():
     assert ticker.page.texts == ["three"]
     ticker.tick(out("four\n"))
     assert ticker.page.texts == ["four"]
-
-
-def test_a_clear_without_more_output_is_told():
-    ticker = Ticker()
-    ticker.tick(out("one\n"))
     ticker.tick(wire.Cleared(rank=0))
-    assert ticker.page.texts == []
+    assert ticker.page.texts == [], "also where nothing follows"
 
 
 def test_a_clear_after_more_than_is_shown_counts_what_follows():
