@@ -165,12 +165,6 @@ def test_the_panel_has_the_fold_in_its_head_and_sends_it_only_when_it_changes():
     assert [key for key in delta["parts"] if key[0] in "rh" and key[1:].isdigit()] == ["r139", "h17"]
 
 
-def test_up_to_eight_ranks_have_cards_that_name_their_hosts():
-    parts = parts_of(on_hosts(8, 4))
-    assert "nblaunch-hosts" not in parts["head"]
-    assert 'data-host="h001"' in parts["r7"]
-
-
 def test_an_earlier_attempt_in_the_panel_names_hosts():
     state = advance(on_hosts(4, 2), wire.Raised(rank=3, failure=FAILED))
     state = advance(state, wire.AttemptStarted(number=1, world_size=4, time=3.0, reason="failure"))
