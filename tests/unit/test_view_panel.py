@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shown_runs import returned, run_of
+from test_view_html import HOSTILE
 from test_view_html import Page as Html
 
 from nblaunch.diagnose.hang import report as hang_report
@@ -474,15 +475,6 @@ def test_256_ranks_that_print_and_are_measured_take_32_kb_a_second_in_ten_update
         sizes.append(len(json.dumps(delta, ensure_ascii=False)))
     assert updates == 10 * seconds
     assert sum(sizes[50:]) / (seconds - 5) < 32_000
-
-
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "</template></div>",
-    "<img src=x onerror=alert(1)>",
-    '"><b x="',
-    "\x1b[31m<i>",
-]
 
 
 @given(st.lists(st.sampled_from(HOSTILE), min_size=5, max_size=5))
