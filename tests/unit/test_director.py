@@ -335,6 +335,16 @@ def test_all_kept_ranks_are_started_anew_without_a_limit_once_all_have_died():
 # --- nodes are lost ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("least", [1, 3])
+def test_a_group_that_is_dismissed_while_nodes_are_awaited_ends_at_once(least):
+    group = Directed(least, 3, persistent=True)
+    group.feed(NodesExpected(3))
+    group.come("hA")
+    actions = group.feed(Ordered(-1, ReleaseWorkers(succeeded=True, others=frozenset())))
+    assert sent(actions, EndGroup) == ["hA"]
+    assert ended(group.feed(has_ended("hA"))) == [""]
+
+
 def test_without_a_node_in_its_place_a_kept_group_ends_and_names_the_one_that_was_lost():
     group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
     group.feed(NodeLost("hB", KILLED))
