@@ -44,6 +44,7 @@ def culprit_of(roots: dict[str, object], **limits: float) -> Culprit | None:
 def culprit_in(value: object) -> Culprit:
     assert can_send(value) is not None
     culprit = culprit_of({"v": value})
+    assert culprit is not None
     assert culprit.name == "v"
     return culprit
 

@@ -633,7 +633,7 @@ def test_a_log_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for occupied in (file, str(file), file / "below", tmp_path / "dangling"):
         with pytest.raises(OptionError, match="is there and is no directory"):
-            LaunchOptions(log_dir=occupied)  # type: ignore[arg-type]  # a path-like is taken as well
+            LaunchOptions(log_dir=occupied)  # a path-like is taken as well
     assert LaunchOptions.from_keywords(log_dir=tmp_path).log_dir == str(tmp_path)
     assert LaunchOptions(log_dir=str(tmp_path / "new" / "one")).log_dir == str(tmp_path / "new" / "one")
     assert LaunchOptions(log_dir="deep/" * 500).log_dir == "deep/" * 500

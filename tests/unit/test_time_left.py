@@ -20,7 +20,7 @@ REQUEST = NodeRequest(least=1, most=1, nproc=1, name="nblaunch-limit", environ={
 NEAR = "played job 7 is near its time limit"
 
 
-class Limited(Hosts):
+class Limited(Hosts):  # type: ignore[misc]  # a class of another test
     """A host that is there for some time."""
 
     def __init__(self, left: float | None) -> None:
@@ -36,7 +36,7 @@ class Limited(Hosts):
         return self.said
 
 
-class Plays(Played):
+class Plays(Played):  # type: ignore[misc]  # a class of another test
     """Grants one such host."""
 
     granted: ClassVar[list[Limited]] = []
