@@ -9,20 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.protocol.messages import (
-    Exited,
-    FailureRecord,
-    JobAssigned,
-    Payload,
-    Phase,
-    Printed,
-    Raised,
-    RankPlace,
-    Returned,
-    RunEnded,
-    Started,
-    Stream,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.view.alike import LEAST, beside, finest, in_columns, label, levels_of, named, rows_of, sizes
 from nblaunch.view.html import render_html
@@ -30,26 +17,31 @@ from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo")
-BOOM = FailureRecord(type="builtins.ValueError", message="boom", time=2.0)
-CLOSED = FailureRecord(type="RuntimeError", message="Connection closed by peer [127.0.0.1]:40287", time=3.0)
+BOOM = wire.FailureRecord(type="builtins.ValueError", message="boom", time=2.0)
+CLOSED = wire.FailureRecord(
+    type="RuntimeError", message="Connection closed by peer [127.0.0.1]:40287", time=3.0
+)
 answers = st.dictionaries(st.integers(0, 200), st.integers(0, 4), max_size=60)
 
 
 def run_of(ranks, *messages, device="cpu"):
-    places = {rank: RankPlace(rank, "box", device.format(rank), rank + 1, Phase.JOB) for rank in range(ranks)}
-    state = advance(RunState.fresh(ranks), JobAssigned(ranks=places, attempt=0))
-    for message in (*(Started(rank=rank, time=1.0) for rank in range(ranks)), *messages):
+    places = {
+        rank: wire.RankPlace(rank, "box", device.format(rank), rank + 1, wire.Phase.JOB)
+        for rank in range(ranks)
+    }
+    state = advance(RunState.fresh(ranks), wire.JobAssigned(ranks=places, attempt=0))
+    for message in (*(wire.Started(rank=rank, time=1.0) for rank in range(ranks)), *messages):
         state = advance(state, message)
     return state
 
 
 def returned(rank, text="", peak=None):
-    value = Returned(rank=rank, value=Payload(()), time=2.0, text=text)
+    value = wire.Returned(rank=rank, value=wire.Payload(()), time=2.0, text=text)
     return msgspec.structs.replace(value, peak_gpu_memory=peak)
 
 
 def printed(rank, text):
-    return Printed(rank=rank, stream=Stream.STDOUT, text=f"{text}\n")
+    return wire.Printed(rank=rank, stream=wire.Stream.STDOUT, text=f"{text}\n")
 
 
 def rows_in(markup):
@@ -152,10 +144,12 @@ def test_a_rank_that_differs_has_a_row_of_its_own():
 
 
 def test_what_failed_comes_first_then_what_failed_because_of_it_then_all_else():
-    stopped = [Exited(rank=rank, exitcode=-15, expected=True, time=4.0) for rank in range(64) if rank % 3]
-    closed = [Raised(rank=rank, failure=CLOSED) for rank in range(0, 64, 3)]
+    stopped = [
+        wire.Exited(rank=rank, exitcode=-15, expected=True, time=4.0) for rank in range(64) if rank % 3
+    ]
+    closed = [wire.Raised(rank=rank, failure=CLOSED) for rank in range(0, 64, 3)]
     stopped = [each for each in stopped if each.rank != 37]
-    state = run_of(64, Raised(rank=37, failure=BOOM), *closed, *stopped, RunEnded(time=5.0))
+    state = run_of(64, wire.Raised(rank=37, failure=BOOM), *closed, *stopped, wire.RunEnded(time=5.0))
     rows = rows_in(render_html(state, HEADER))
     assert [row[0].partition(" ranks")[0] for row in rows] == ["37", "22", "41"]
     assert [row[2] for row in rows] == ["✗ FAILED", "✗ FAILED", "■ STOPPED"]
@@ -208,7 +202,7 @@ def test_long_values_of_many_ranks_are_folded_away_and_can_be_unfolded():
 
 def test_which_of_many_ranks_ended_how_is_there_where_the_row_cannot_name_them():
     values = [returned(rank) for rank in range(0, 1024, 2)]
-    ended = [Exited(rank=rank, exitcode=-15, expected=True, time=4.0) for rank in range(1, 1024, 2)]
+    ended = [wire.Exited(rank=rank, exitcode=-15, expected=True, time=4.0) for rank in range(1, 1024, 2)]
     markup = render_html(run_of(1024, *values, *ended), HEADER)
     assert all(row[0].startswith("512 ranks (") for row in rows_in(markup))
     assert ",1018,1020,1022<" in markup

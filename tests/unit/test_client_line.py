@@ -119,6 +119,12 @@ def line(new_line):
     return made
 
 
+def linked(**changes):
+    """Return a line over a socket whose other end nobody serves yet, and that end."""
+    ours, theirs = socket.socketpair()
+    return ClientLine(ours, introduction(**changes), EndedError), theirs
+
+
 def framed(request, number=0, kind=FrameKind.STRUCT):
     body = encode(request)
     return header(kind, number, len(body)) + body
@@ -154,15 +160,11 @@ def plain(runtime):
 # --- questions and answers
 
 
-def test_a_request_is_answered(runtime, line):
+def test_a_request_is_answered_also_where_it_is_sent_before_the_welcome_is_read(runtime, new_line):
+    line = new_line()
     assert line.ask(wire.InterruptSession(session="a"), 10) == wire.Done()
     assert runtime.asked == [wire.InterruptSession(session="a")]
     assert (runtime.client().introduced.name, runtime.client().number) == ("test", line.welcome.client)
-
-
-def test_a_request_may_be_sent_before_the_welcome_is_read(new_line):
-    line = new_line()
-    assert line.ask(wire.InterruptSession(session=""), 10) == wire.Done()
     assert line.welcome.pid == os.getpid()
 
 
@@ -289,18 +291,9 @@ def test_large_requests_and_answers_arrive_whole(runtime, line):
     assert not runtime.client().behind
 
 
-def test_the_owners_link_needs_no_token(runtime):
-    ours, theirs = socket.socketpair()
-    runtime.on_hub(lambda: runtime.connections.adopt(theirs))
-    line = ClientLine(ours, introduction(token=""), EndedError)
-    assert line.ask(wire.Stop(), 10) == wire.Done()
-    line.close()
-
-
-def test_requests_wait_for_a_runtime_that_starts(runtime):
+def test_the_owners_link_needs_no_token_and_its_requests_wait_for_a_runtime_that_starts(runtime):
     """The link is there before the process that serves it."""
-    ours, theirs = socket.socketpair()
-    line = ClientLine(ours, introduction(), EndedError)
+    line, theirs = linked(token="")
     line.send(wire.Stop())
     assert line.next(0.05) is None
     runtime.on_hub(lambda: runtime.connections.adopt(theirs))
@@ -323,16 +316,13 @@ def refusal_of(make):
     return str(refused.value)
 
 
-def test_a_client_with_another_token_is_refused(runtime, new_line, caplog):
-    text = refusal_of(lambda: new_line(token=TOKEN[::-1]))
+@pytest.mark.parametrize("token", [TOKEN[::-1], "\udc80"], ids=["another", "no text"])
+def test_a_client_with_another_token_is_refused(runtime, new_line, caplog, token):
+    text = refusal_of(lambda: new_line(token=token))
     assert "its token is not that of this runtime" in text
-    assert TOKEN[::-1] not in text + caplog.text
+    assert token not in text + caplog.text
     assert TOKEN not in text + caplog.text
     assert (runtime.welcomed, runtime.asked, runtime.lost, list(runtime.connections)) == ([], [], [], [])
-
-
-def test_a_token_that_is_no_text_is_refused(new_line):
-    assert "token" in refusal_of(lambda: new_line(token="\udc80"))  # noqa: S106
 
 
 def test_a_refusal_is_read_also_when_the_next_request_cannot_be_sent(new_line, eventually):
@@ -540,8 +530,7 @@ def test_notes_are_taken_with_the_token_only(runtime, line):
 
 
 def test_a_runtime_that_ends_in_the_middle_of_an_answer_is_gone():
-    ours, theirs = socket.socketpair()
-    line = ClientLine(ours, introduction(), EndedError)
+    line, theirs = linked()
     answer = framed(wire.Done(), 1)
     theirs.sendall(framed(Noticed(text="before"), kind=FrameKind.EVENT) + answer[:-1])
     ending = threading.Timer(0.2, theirs.close)
@@ -705,9 +694,8 @@ def test_one_client_that_does_not_read_holds_up_no_other(runtime, line, new_line
 
 def test_a_runtime_that_does_not_read_is_an_error(monkeypatch):
     monkeypatch.setattr(line_module, "_WRITE_SECONDS", 0.2)
-    ours, theirs = socket.socketpair()
+    line, theirs = linked()
     with theirs:
-        line = ClientLine(ours, introduction(), EndedError)
         with pytest.raises(LaunchError, match="has read nothing for") as stuck:
             line.ask(wire.InterruptSession(session="x" * (4 << 20)))
         assert (stuck.value.phase, line.broken, line.closed) == ("runtime", True, True)
@@ -813,20 +801,14 @@ def handled():
     signal.signal(signal.SIGINT, before)
 
 
-def test_deferred_interrupts_come_once_at_the_end(handled):
-    with deferring_interrupts():
+def test_deferred_interrupts_come_once_at_the_end_also_after_an_error(handled):
+    with contextlib.suppress(ZeroDivisionError), deferring_interrupts():
         with deferring_interrupts():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
         assert handled == []
-    assert handled == [(signal.SIGINT, True)]
-
-
-def test_deferred_interrupts_come_after_an_error(handled):
-    with contextlib.suppress(ZeroDivisionError), deferring_interrupts():
-        signal.raise_signal(signal.SIGINT)
         raise ZeroDivisionError
-    assert len(handled) == 1
+    assert handled == [(signal.SIGINT, True)]
 
 
 @pytest.mark.parametrize("holding", [deferring_interrupts, lambda: noting_interrupts(print)])

@@ -95,15 +95,8 @@ def test_a_run_that_starts_again_replaces_what_it_does_again():
         (3, lambda _, __: math.nan, []),
     ],
     ids=[
-        "shifted",
-        "two-percent",
-        "a-little",
-        "nan",
-        "one-spike",
-        "came-back",
-        "two-ranks",
-        "noise",
-        "all-nan",
+        *("shifted", "two-percent", "a-little", "nan", "one-spike"),
+        *("came-back", "two-ranks", "noise", "all-nan"),
     ],
 )
 def test_a_rank_is_apart_where_it_stays_far_from_the_others(ranks, value, apart):

@@ -30,44 +30,37 @@ def chosen(nproc, backend="auto"):
     return placement.nproc, placement.backend, placement.device_type, placement.accelerators
 
 
-def test_without_gpus_auto_is_two_ranks_on_the_cpu_with_a_note(gpus):
-    gpus(0)
-    assert chosen("auto") == (2, "gloo", "cpu", 0)
-    assert "no GPU is visible: 2 ranks on the CPU" in place_ranks("auto", "auto", {}).note
+BOTH = "cpu:gloo,cuda:nccl"
 
 
-def test_with_gpus_auto_is_one_rank_for_each(gpus):
-    for number in (1, 2, 8):
-        gpus(number)
-        nproc, backend, kind, accelerators = chosen("auto")
-        assert (nproc, kind, accelerators) == (number, "cuda", number)
-        assert "nccl" in backend
-        assert place_ranks("auto", "auto", {}).note == ""
-
-
-def test_a_given_number_is_taken_and_uses_gpus_where_there_are_enough(gpus):
-    gpus(4)
-    for nproc, kind in ((1, "cuda"), (3, "cuda"), (4, "cuda"), (5, "cpu"), (64, "cpu")):
-        placement = place_ranks(nproc, "auto", {})
-        assert (placement.nproc, placement.device_type, "nccl" in placement.backend) == (
-            nproc,
-            kind,
-            kind == "cuda",
-        )
-
-
-def test_on_gpus_collectives_on_cpu_tensors_have_a_backend_too(gpus):
-    gpus(2)
-    assert place_ranks(2, "auto", {}).backend == "cpu:gloo,cuda:nccl"
-
-
-def test_a_given_backend_is_taken_as_it_is(gpus):
-    gpus(2)
-    assert chosen(2, "gloo") == (2, "gloo", "cpu", 0)
-    assert chosen(8, "gloo") == (8, "gloo", "cpu", 0)
-    assert chosen(2, "nccl") == (2, "nccl", "cuda", 2)
-    assert chosen(2, "cpu:gloo,cuda:nccl") == (2, "cpu:gloo,cuda:nccl", "cuda", 2)
-    assert chosen(1, "nccl") == (1, "nccl", "cuda", 2)
+@pytest.mark.parametrize(
+    ("visible", "nproc", "backend", "placed"),
+    [
+        (0, "auto", "auto", (2, "gloo", "cpu", 0)),
+        (1, "auto", "auto", (1, BOTH, "cuda", 1)),
+        (8, "auto", "auto", (8, BOTH, "cuda", 8)),
+        (3, "gpu", "auto", (3, BOTH, "cuda", 3)),
+        # A number is taken as it is, and uses GPUs where there are enough.
+        (4, 1, "auto", (1, BOTH, "cuda", 4)),
+        (4, 4, "auto", (4, BOTH, "cuda", 4)),
+        (4, 5, "auto", (5, "gloo", "cpu", 0)),
+        # So is a backend.
+        (2, 2, "gloo", (2, "gloo", "cpu", 0)),
+        (2, 8, "gloo", (8, "gloo", "cpu", 0)),
+        (2, 1, "nccl", (1, "nccl", "cuda", 2)),
+        (2, 2, "nccl", (2, "nccl", "cuda", 2)),
+        (2, 2, BOTH, (2, BOTH, "cuda", 2)),
+        # Ranks share GPUs where gloo is named for them.
+        (2, 5, "cpu:gloo,cuda:gloo", (5, "cpu:gloo,cuda:gloo", "cuda", 2)),
+        (2, 5, "cuda:gloo", (5, "cuda:gloo", "cuda", 2)),
+    ],
+)
+def test_ranks_are_placed_by_their_number_the_gpus_and_the_backend(gpus, visible, nproc, backend, placed):
+    gpus(visible)
+    assert chosen(nproc, backend) == placed
+    note = place_ranks(nproc, backend, {}).note
+    assert ("no GPU is visible: 2 ranks on the CPU" in note) == (visible == 0)
+    assert note == "" or nproc != "auto" or not visible
 
 
 def test_cpu_means_a_rank_for_each_cpu_and_no_gpu(gpus):
@@ -75,13 +68,6 @@ def test_cpu_means_a_rank_for_each_cpu_and_no_gpu(gpus):
     assert chosen("cpu") == (os.cpu_count(), "gloo", "cpu", 0)
     with pytest.raises(OptionError, match="with backend nccl"):
         place_ranks("cpu", "nccl", {}) if (os.cpu_count() or 1) > 2 else place_ranks(3, "nccl", {})
-
-
-def test_gpu_means_a_rank_for_each_gpu(gpus):
-    gpus(3)
-    nproc, backend, kind, accelerators = chosen("gpu")
-    assert (nproc, kind, accelerators) == (3, "cuda", 3)
-    assert "nccl" in backend
 
 
 def test_gpu_without_one_is_refused_and_says_what_to_do(gpus):
@@ -208,7 +194,8 @@ def test_more_ranks_than_gpus_go_to_the_cpu_with_a_warning(gpus):
     assert placement.warning == placement.note
     assert "2 ranks were asked for and 1 GPU is visible: all ranks are on the CPU" in placement.warning
     assert place_ranks(1, "auto", {}).warning == place_ranks("cpu", "auto", {}).warning == ""
-    assert place_ranks(2, "gloo", {}).warning == ""  # that is what was asked for
+    for backend in ("gloo", "cpu:gloo,cuda:gloo"):  # that is what was asked for
+        assert place_ranks(2, backend, {}).warning == ""
     gpus(0)
     assert place_ranks(2, "auto", {}).warning == ""
 
@@ -223,14 +210,6 @@ def test_ranks_share_gpus_where_nccl_has_been_told_so(gpus, nproc):
         crowded = "5 ranks share 1 GPU. NCCL promises 2 on each, and more may hang: set NCCL_MAX_CTAS"
         assert placement.warning.startswith(crowded) if nproc == 5 else placement.warning == ""
     assert place_ranks(nproc, "auto", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}).device_type == "cpu"
-
-
-def test_ranks_share_gpus_where_gloo_is_named_for_them(gpus):
-    gpus(2)
-    assert chosen(5, "cpu:gloo,cuda:gloo") == (5, "cpu:gloo,cuda:gloo", "cuda", 2)
-    assert chosen(5, "cuda:gloo") == (5, "cuda:gloo", "cuda", 2)
-    assert chosen(5, "gloo") == (5, "gloo", "cpu", 0)
-    assert place_ranks(5, "cpu:gloo,cuda:gloo", {}).warning == ""
 
 
 def test_each_form_of_nccl_takes_one_rank_for_each_gpu(gpus, monkeypatch):

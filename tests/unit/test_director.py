@@ -332,12 +332,7 @@ def test_all_kept_ranks_are_started_anew_without_a_limit_once_all_have_died():
     assert begun(group.meet("hB", "hA")) == [(1, 4, "failure")]
 
 
-def test_a_node_that_restarts_by_itself_is_not_ordered_to():
-    group = Directed(persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
-    group.feed(*dies(("hB", 2), ("hB", 3)))
-    group.meet("hB")
-    assert sent(group.after(0.2), Restart) == ["hA"]
-    assert begun(group.meet("hA")) == [(1, 4, "failure")]
+# --- nodes are lost ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("least", [1, 3])
@@ -348,13 +343,6 @@ def test_a_group_that_is_dismissed_while_nodes_are_awaited_ends_at_once(least):
     actions = group.feed(Ordered(-1, ReleaseWorkers(succeeded=True, others=frozenset())))
     assert sent(actions, EndGroup) == ["hA"]
     assert ended(group.feed(has_ended("hA"))) == [""]
-
-
-def test_a_stop_that_comes_before_any_node_ends_the_group_at_once():
-    assert ended(Directed().feed(Ordered(0, Order.STOP_AGENT))) == [""]
-
-
-# --- nodes are lost ----------------------------------------------------------------------------------
 
 
 def test_without_a_node_in_its_place_a_kept_group_ends_and_names_the_one_that_was_lost():
@@ -425,20 +413,6 @@ def test_nodes_that_are_lost_together_are_gone_together():
     group.feed(Ordered(0, Order.REGROUP_NODES), NodeLost("hC", KILLED))
     assert sent(group.after(0.1), AdoptRanks) == ["hB"]
     assert [each.kept for each in group.done if isinstance(each, BeginAttempt)] == [None, {0: 2, 1: 3}]
-
-
-def test_until_the_group_says_so_its_ranks_stay_as_they_are():
-    group = Directed(1, 2, persistent=True).start("hA", "hB")
-    group.feed(NodeLost("hB", KILLED))
-    assert group.after(10) == []
-    assert sent(group.feed(Ordered(0, Order.REGROUP_NODES)) + group.after(0.1), AdoptRanks) == ["hA"]
-
-
-def test_ranks_that_are_to_be_replaced_do_not_go_on():
-    group = Directed(1, 2, persistent=True, restarts_left=UNLIMITED).start("hA", "hB")
-    group.feed(NodeLost("hB", KILLED), Ordered(0, Order.REGROUP_NODES), *dies(("hA", 0), ("hA", 1)))
-    assert sent(group.after(0.2), Restart) == ["hA"]
-    assert begun(group.meet("hA")) == [(1, 2, "failure")]
 
 
 def test_a_node_that_comes_late_joins_the_ranks_that_are_there_when_the_group_lets_it():

@@ -26,14 +26,9 @@ from nblaunch.checks.own_runtime import DoctorRuntime
 from nblaunch.checks.report import DoctorReport, Level, ok, problem, warning
 from nblaunch.client.local import local
 
-ROOT = Path(__file__).parents[2]
 BOUND = 5.0
 MIB = 1 << 20
 GIB = 1 << 30
-
-# How long these take depends on what else the machine does: in time, or "no answer within ...".
-TIMED = {"torch", "NCCL", "GPU", "fork server"}
-
 
 CHECKS = all_checks(DoctorRuntime())
 
@@ -241,9 +236,6 @@ def test_what_is_too_old_or_not_installed_is_a_problem(monkeypatch):
     assert missing.advice == "pip install 'no-such-package>=1.2'"
 
 
-# --- ranks: the fork server and what they need ----------------------------------------------------------
-
-
 # --- one check each -------------------------------------------------------------------------------------
 
 
@@ -445,21 +437,6 @@ def cgroup(tmp_path, own, **files):
     return lambda controller: list(real(controller, root=root, own=proc))
 
 
-def test_the_tightest_memory_limit_above_this_process_counts_in_version_2(monkeypatch, tmp_path):
-    found = cgroup(
-        tmp_path,
-        "0::/pod/box\n",
-        pod__memory_max=2 * GIB,
-        pod__memory_current=GIB,
-        pod__memory_stat="anon 5\ninactive_file 1048576",
-        pod__box__memory_max="max",
-        pod__box__memory_current=GIB,
-        memory_max="max",
-    )
-    monkeypatch.setattr(resources, "cgroups", found)
-    assert resources.container_memory() == (2 * GIB, GIB + MIB)
-
-
 def test_a_container_that_sees_its_cgroup_at_the_top_is_found_in_version_1(monkeypatch, tmp_path):
     found = cgroup(
         tmp_path,
@@ -473,20 +450,6 @@ def test_a_container_that_sees_its_cgroup_at_the_top_is_found_in_version_1(monke
     assert report.level is Level.PROBLEM
     assert "the container may use 1.0 GiB, of which 124 MiB are left" in report.summary
     assert "--memory" in report.advice
-
-
-def test_no_limit_is_none_in_either_version(monkeypatch, tmp_path):
-    found = cgroup(
-        tmp_path,
-        "4:memory:/\n0::/\n",
-        memory__memory_limit_in_bytes=9223372036854771712,
-        memory__memory_usage_in_bytes=GIB,
-        memory_max="max",
-    )
-    monkeypatch.setattr(resources, "cgroups", found)
-    assert resources.container_memory() is None
-    monkeypatch.setattr(resources, "cgroups", lambda _: [])
-    assert resources.container_memory() is None
 
 
 @pytest.mark.parametrize(("limit", "level"), [(105, "problem"), (200, "warning"), (9999, "ok")])

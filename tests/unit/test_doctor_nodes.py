@@ -12,7 +12,6 @@ from nblaunch.__main__ import main
 from nblaunch.checks import nodes
 from nblaunch.checks.node_rank import NodeReport
 from nblaunch.checks.nodes import check_nodes
-from nblaunch.magic.commands import command_completions
 from nblaunch.options.launch import LaunchOptions
 
 
@@ -101,7 +100,3 @@ def test_the_command_line_takes_the_options_of_a_run(checked, capsys):
     assert main(["doctor", "--on=process"]) == 1
     assert "nobody came" in capsys.readouterr().out
     assert main(["doctor", "--on=nothing"]) == 2
-
-
-def test_its_options_are_completed():
-    assert command_completions("%distributed doctor --") == ["--nccl", "--on"]

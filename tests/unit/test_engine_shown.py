@@ -26,24 +26,8 @@ from nblaunch.client.result import describe
 from nblaunch.diagnose import hang
 from nblaunch.diagnose.failures import blame
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.client import RankStatus
-from nblaunch.protocol.messages import (
-    DEFAULT_GROUP,
-    Collective,
-    EngineState,
-    EngineStatus,
-    Exited,
-    FailureRecord,
-    FrameRecord,
-    Hello,
-    Payload,
-    Phase,
-    Raised,
-    Returned,
-    Started,
-    Where,
-    encode,
-)
 from nblaunch.protocol.reports import LocatedAll, ranks_on
 from nblaunch.protocol.state import RunState, advance, decode_state, hosts_of
 from nblaunch.view import display
@@ -56,9 +40,9 @@ from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo", node="notebook-host")
 NOON = 1_700_000_000.0
-WAITING = EngineStatus(
+WAITING = wire.EngineStatus(
     engine="slurm",
-    state=EngineState.WAITING,
+    state=wire.EngineState.WAITING,
     id="3",
     words="PENDING",
     reason="Resources",
@@ -67,8 +51,14 @@ WAITING = EngineStatus(
     wanted=2,
 )
 WAITS = "waiting for slurm: job 3 PENDING (Resources), priority 4294901757, 1 of 2 nodes here"
-PLACED = EngineStatus(
-    engine="slurm", state=EngineState.RUNNING, id="3", hosts=("hA", "hB"), joined=2, wanted=2, reason="None"
+PLACED = wire.EngineStatus(
+    engine="slurm",
+    state=wire.EngineState.RUNNING,
+    id="3",
+    hosts=("hA", "hB"),
+    joined=2,
+    wanted=2,
+    reason="None",
 )
 HOSTS = ("hA", "hA", "hB", "hB")
 
@@ -77,14 +67,14 @@ def waiting(**changes):
     return advance(RunState.fresh(4), msgspec.structs.replace(WAITING, **changes))
 
 
-def lasting(seconds: float) -> EngineStatus:
+def lasting(seconds: float) -> wire.EngineStatus:
     """Return nodes that stay for so long; a second more, for the time that the test takes."""
     return msgspec.structs.replace(PLACED, ends=time.time() + seconds + 1)
 
 
 def on_host(state: RunState, rank: int, host: str) -> RunState:
     """Return the state after a rank has connected from a host."""
-    hello = Hello(rank=rank, token="", attempt=0, local_rank=0, world_size=4, node=host, pid=rank + 1)
+    hello = wire.Hello(rank=rank, token="", attempt=0, local_rank=0, world_size=4, node=host, pid=rank + 1)
     return advance(state, hello)
 
 
@@ -93,7 +83,7 @@ def on_two_hosts(*messages):
     state = advance(RunState.fresh(4), PLACED)
     for rank, host in enumerate(HOSTS):
         state = on_host(state, rank, host)
-        state = advance(state, Started(rank=rank, time=1.0))
+        state = advance(state, wire.Started(rank=rank, time=1.0))
     for message in messages:
         state = advance(state, message)
     return state
@@ -134,8 +124,8 @@ def own_time_zone():
         ({"engine": "ssh", "id": ""}, "ssh on hA,hB"),
         ({"engine": "join", "id": "", "hosts": ()}, "join, 2 nodes"),
         ({"hosts": tuple(f"h{number}" for number in range(9))}, "slurm job 3 on h0,h1,h2,h3 and 5 more"),
-        ({"state": EngineState.ENDING}, "slurm job 3 on hA,hB, ending"),
-        ({"state": EngineState.ENDED, "reason": "cancelled"}, "slurm job 3 has ended (cancelled)"),
+        ({"state": wire.EngineState.ENDING}, "slurm job 3 on hA,hB, ending"),
+        ({"state": wire.EngineState.ENDED, "reason": "cancelled"}, "slurm job 3 has ended (cancelled)"),
     ],
 )
 def test_nodes_that_are_there_are_named_with_the_time_left(changes, line):
@@ -244,7 +234,7 @@ def test_a_page_without_widgets_sees_what_is_awaited(monkeypatch):
 
 
 def test_what_is_saved_of_a_run_holds_no_engine_and_no_host():
-    values = [Returned(rank=rank, value=Payload(()), time=2.0) for rank in range(4)]
+    values = [wire.Returned(rank=rank, value=wire.Payload(()), time=2.0) for rank in range(4)]
     state = advance(on_two_hosts(*values), lasting(300))
     for text in html_and_text(state, HEADER).values():
         assert isinstance(text, str)
@@ -254,13 +244,13 @@ def test_what_is_saved_of_a_run_holds_no_engine_and_no_host():
 
 
 def test_the_last_word_of_the_engine_travels_with_the_state():
-    assert decode_state(encode(waiting())) == waiting()
+    assert decode_state(wire.encode(waiting())) == waiting()
 
 
 # --- sessions ----------------------------------------------------------------------------------------
 
 
-def session(engine: EngineStatus | None, running: str = "") -> SessionInfo:
+def session(engine: wire.EngineStatus | None, running: str = "") -> SessionInfo:
     return SessionInfo(
         name="train",
         detached=True,
@@ -297,7 +287,7 @@ def test_a_sessions_status_has_the_line_below_its_name():
 
 # --- hosts of ranks that fail or hang ----------------------------------------------------------------
 
-FAILED = FailureRecord(type="builtins.ValueError", message="boom", time=2.0)
+FAILED = wire.FailureRecord(type="builtins.ValueError", message="boom", time=2.0)
 
 
 def test_ranks_have_their_hosts_only_where_there_are_several():
@@ -310,12 +300,12 @@ def test_ranks_have_their_hosts_only_where_there_are_several():
 
 
 def test_failures_and_their_consequences_name_the_host_in_every_view():
-    closed = FailureRecord(type="builtins.RuntimeError", message="Connection closed by peer", time=1.0)
+    closed = wire.FailureRecord(type="builtins.RuntimeError", message="Connection closed by peer", time=1.0)
     state = on_two_hosts(
-        Raised(rank=3, failure=FAILED),
-        Raised(rank=0, failure=closed),
-        Exited(rank=1, exitcode=-15, expected=True, time=3.0),
-        Exited(rank=2, exitcode=-15, expected=True, time=3.0),
+        wire.Raised(rank=3, failure=FAILED),
+        wire.Raised(rank=0, failure=closed),
+        wire.Exited(rank=1, exitcode=-15, expected=True, time=3.0),
+        wire.Exited(rank=2, exitcode=-15, expected=True, time=3.0),
     )
     assert blame(state.ranks).root == "rank 3 on hB"
     text = render_text(state, HEADER)
@@ -328,10 +318,11 @@ def test_failures_and_their_consequences_name_the_host_in_every_view():
 
 def test_the_error_of_a_run_names_the_host():
     result = RunResult(
-        ranks=RankResults(()), world_size=4, _state=on_two_hosts(Raised(rank=3, failure=FAILED))
+        ranks=RankResults(()), world_size=4, _state=on_two_hosts(wire.Raised(rank=3, failure=FAILED))
     )
     root = RankFailure(
-        *(3, None, "builtins.ValueError", "boom", "", (), 1, None, 2.0, Phase.JOB), reason="ValueError: boom"
+        *(3, None, "builtins.ValueError", "boom", "", (), 1, None, 2.0, wire.Phase.JOB),
+        reason="ValueError: boom",
     )
     assert describe(result, root, LaunchOptions()) == "rank 3 on hB failed: ValueError: boom"
 
@@ -340,20 +331,20 @@ def test_a_hosts_name_is_no_markup():
     state = RunState.fresh(2)
     for rank, host in enumerate(("<b>", "<i>")):
         state = on_host(state, rank, host)
-    page = render_html(advance(state, Raised(rank=1, failure=FAILED)), HEADER)
+    page = render_html(advance(state, wire.Raised(rank=1, failure=FAILED)), HEADER)
     assert "rank 1 on &lt;i&gt;" in page
     assert "<i>" not in page
 
 
 def stuck_report():
     """Return the report of ranks 2 and 3 in a collective that the others have not started."""
-    frames = (FrameRecord("Cell In[3]", 4, "<module>", "dist.all_reduce(x)"),)
+    frames = (wire.FrameRecord("Cell In[3]", 4, "<module>", "dist.all_reduce(x)"),)
 
     def collective(number):
-        return Collective(DEFAULT_GROUP, number, "all_reduce", backend="gloo", ranks=(0, 1, 2, 3))
+        return wire.Collective(wire.DEFAULT_GROUP, number, "all_reduce", backend="gloo", ranks=(0, 1, 2, 3))
 
     answers = {
-        rank: Where(rank=rank, frames=frames, collectives=(collective(4 if host == "hB" else 3),))
+        rank: wire.Where(rank=rank, frames=frames, collectives=(collective(4 if host == "hB" else 3),))
         for rank, host in enumerate(HOSTS)
     }
     return hang.report(answers, finished=(), hosts=hosts_of(on_two_hosts().ranks))
@@ -364,14 +355,14 @@ def test_a_hang_report_names_hosts():
     assert "ranks 2-3 on hB are in all_reduce #4, which ranks 0-1 on hA have not started" in str(report)
     assert "[ranks 0-1 on hA, ranks 2-3 on hB] at cell line 4" in report.summary
     state = advance(on_two_hosts(), LocatedAll(report=report))
-    assert decode_state(encode(state)) == state
+    assert decode_state(wire.encode(state)) == state
     for text in (render_text(state, HEADER), render_html(state, HEADER)):
         assert "[ranks 0-1 on hA, ranks 2-3 on hB] at cell line 4" in text
 
 
 def test_a_hang_report_of_one_host_names_none():
-    frames = (FrameRecord("Cell In[3]", 4, "<module>", "dist.all_reduce(x)"),)
-    report = hang.report({rank: Where(rank=rank, frames=frames) for rank in (0, 1)})
+    frames = (wire.FrameRecord("Cell In[3]", 4, "<module>", "dist.all_reduce(x)"),)
+    report = hang.report({rank: wire.Where(rank=rank, frames=frames) for rank in (0, 1)})
     assert str(report).startswith("[ranks 0-1] at cell line 4")
 
 

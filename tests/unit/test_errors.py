@@ -162,26 +162,14 @@ def test_a_failed_run_of_a_megabyte_of_text_makes_a_short_message():
 
 @pytest.mark.parametrize(
     "line",
-    [
-        f"--{LONG} 3",
-        f"-n {'9' * len(LONG)}",
-        f"--timeout {LONG}",
-        f"--env {LONG}",
-        LONG,
-        f"--out {LONG}.{LONG}",
-    ],
-    ids=["flag", "number", "seconds", "env", "word", "name"],
+    [f"--{LONG} 3", f"-n {'9' * len(LONG)}", f"--env {LONG}", LONG],
+    ids=["flag", "number", "env", "word"],
 )
 def test_an_option_that_is_very_long_makes_a_short_message(line):
-    with pytest.raises(OptionError) as caught:
-        parse_line(line)
-    assert len(str(caught.value)) < 10_000
-
-
-def test_a_keyword_of_a_megabyte_makes_a_short_message():
-    with pytest.raises(OptionError) as caught:
-        LaunchOptions.from_keywords(nproc=2, **{"x" * MEGABYTE: True})
-    assert len(str(caught.value)) < 10_000
+    for ask in (lambda: parse_line(line), lambda: LaunchOptions.from_keywords(nproc=2, **{line: True})):
+        with pytest.raises(OptionError) as caught:
+            ask()
+        assert len(str(caught.value)) < 10_000
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from nblaunch.host.link import encrypted
 from nblaunch.host.reach import Probe, try_all
 from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.nodes import fleet as fleet_module
-from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus, own_address
 from nblaunch.nodes.fleet import FleetGroup, FleetSettings, NodeFleet
 from nblaunch.options.launch import LaunchOptions
@@ -278,9 +277,24 @@ class Node:
         self.ranks = [each.rank for each in records]
         return meet
 
+    def greet(self, rank: int, size: int = 4, *, group: str = "g", attempt: int = 0) -> messages.Hello:
+        """Let a rank say hello."""
+        hello = messages.Hello(
+            rank=rank, token="", attempt=attempt, local_rank=0, world_size=size, node=self.name, pid=1
+        )
+        self.say(hello, group=group, attempt=attempt)
+        return hello
+
     def say(self, *said: messages.FromRank, group: str = "g", attempt: int = 0) -> None:
         data = tuple(messages.encode(each) for each in said)
         self.send(wire.RankMessages(group=group, attempt=attempt, data=data))
+
+    def wrote(self, rank: int, data: bytes, *, attempt: int = 0) -> None:
+        self.send(wire.Wrote(group="g", attempt=attempt, rank=rank, stream=messages.Stream.STDOUT), data)
+
+    def lost(self, rank: int, exitcode: int, *, attempt: int = 0) -> None:
+        exited = messages.Exited(rank=rank, exitcode=exitcode, time=0.0)
+        self.send(wire.Gone(group="g", attempt=attempt, exited=exited))
 
     def end(self, group: str = "g", error: str = "") -> None:
         self.send(wire.NodeEnded(group=group, error=error))
@@ -432,9 +446,8 @@ def test_one_frame_carries_what_several_ranks_get_and_nothing_of_this_machine(fl
 def test_what_ranks_send_and_print_and_return_comes_home(fleets):
     events = fleets.group(fleets.fleet())
     node, _ = fleets.run_two(events)
-    hello = messages.Hello(rank=0, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1)
-    node.send(wire.Wrote(group="g", attempt=0, rank=0, stream=messages.Stream.STDOUT), b"from afar\n")
-    node.say(hello)
+    node.wrote(0, b"from afar\n")
+    hello = node.greet(0)
     node.send(wire.Piece(group="g", number=1, offset=0, total=5), b"whole")
     node.say(messages.Returned(rank=0, value=messages.Payload(sizes=(5,), path="parcel:1"), time=1.0))
     node.send(wire.RanksMeasured(group="g", attempt=0, usages={0: messages.Usage(cpu_percent=1.0, memory=2)}))
@@ -514,16 +527,6 @@ def test_nothing_is_asked_for_that_would_not_be_given_back(fleets, monkeypatch):
     events = fleets.group(fleets.fleet())
     assert events.ended.wait(SECONDS)
     assert "the keeper does not answer: give-back" in str(events.error)
-    assert Played.asked == []
-
-
-def test_what_is_stopped_before_it_has_begun_is_not_asked_for(fleets):
-    fleet = fleets.fleet()
-    asking = Asking(Played, fleet.request, lambda: NodeProgram((), b""), lambda _: None, lambda _: None)
-    asking.stop()
-    assert asking.released
-    asking.start()
-    asking.stop()
     assert Played.asked == []
 
 
@@ -794,27 +797,6 @@ def test_a_node_that_comes_late_and_reaches_nobody_is_sent_away_and_the_others_g
 # --- restarts, losses --------------------------------------------------------------------------------
 
 
-def test_a_failure_begins_again_with_the_same_nodes(fleets):
-    events = fleets.group(fleets.fleet(), max_restarts=1)
-    nodes = fleets.run_two(events)
-    nodes[1].send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=3, exitcode=1, time=0.0)))
-    wait_until(lambda: events.of("gone"))
-    events.peers.release(succeeded=False, others=frozenset({0, 1}))
-    for node in nodes:
-        assert node.wait_for(wire.Release).others == (0, 1)
-        node.await_rendezvous(after=0)
-    for node in nodes:
-        node.start_ranks(attempt=1)
-    wait_until(lambda: len(events.of("started")) == 2)
-    assert events.of("attempt")[-1] == (1, 4, "failure")
-    nodes[0].say(messages.Hello(rank=0, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1))
-    nodes[0].say(
-        messages.Hello(rank=0, token="", attempt=1, local_rank=0, world_size=4, node="hA", pid=1), attempt=1
-    )
-    wait_until(lambda: events.of("message"))
-    assert [message.attempt for message, _ in events.of("message")] == [1]
-
-
 def test_of_a_connection_that_ends_its_own_node_is_asked_and_no_other(fleets):
     """A stranger who comes and goes would have all of 4,096 nodes asked for a second."""
     events = fleets.group(fleets.fleet(1, 2), keep=True)
@@ -831,8 +813,8 @@ def test_of_a_connection_that_ends_its_own_node_is_asked_and_no_other(fleets):
 def test_a_kept_rank_that_dies_is_replaced_on_its_node_and_has_a_log_of_its_own(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
-    nodes[0].send(wire.Wrote(group="g", attempt=0, rank=1, stream=messages.Stream.STDOUT), b"before")
-    nodes[0].send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=1, exitcode=-9, time=0.0)))
+    nodes[0].wrote(1, b"before")
+    nodes[0].lost(1, -9)
     wait_until(lambda: events.of("gone"))
     events.peers.regroup()
     assert nodes[0].wait_for(wire.AdoptRanks).replaced == (1,)
@@ -841,23 +823,9 @@ def test_a_kept_rank_that_dies_is_replaced_on_its_node_and_has_a_log_of_its_own(
     assert len(events.of("started")) == 1
     nodes[0].send(wire.Workers(group="g", attempt=1, workers=(Worker(1, 1, 5),)))
     wait_until(lambda: len(events.of("started")) == 2)
-    nodes[0].send(wire.Wrote(group="g", attempt=1, rank=1, stream=messages.Stream.STDOUT), b"after")
+    nodes[0].wrote(1, b"after", attempt=1)
     log = events.peers.log_directory / "hA-1" / "stdout.log"
     wait_until(lambda: log.exists() and log.read_bytes() == b"after")
-
-
-def test_kept_ranks_that_have_all_died_are_started_anew(fleets):
-    events = fleets.group(fleets.fleet(), keep=True)
-    nodes = fleets.run_two(events)
-    for rank in range(4):
-        exited = messages.Exited(rank=rank, exitcode=-9, time=0.0)
-        nodes[rank // 2].send(wire.Gone(group="g", attempt=0, exited=exited))
-    assert nodes[1].wait_for(wire.Restart).attempt == 0
-    for node in nodes:
-        node.await_rendezvous(after=0)
-    for node in nodes:
-        node.start_ranks(attempt=1)
-    wait_until(lambda: len(events.of("started")) == 2)
 
 
 def test_a_node_that_is_lost_is_named_by_its_ranks_and_a_kept_group_without_another_one_ends(fleets):
@@ -895,60 +863,33 @@ def test_another_node_comes_in_the_place_of_one_that_was_lost(fleets):
     assert sorted(events.of("workers")[2:]) == [([0, 1],), ([2, 3],)]
 
 
-def test_fresh_ranks_go_on_with_the_nodes_that_are_left(fleets):
-    events = fleets.group(fleets.fleet(1, 2))
-    first, second = fleets.run_two(events)
-    second.die()
-    first.wait_for(wire.Restart)
-    assert events.of("leaves") == [("hB", False, True)]
-    first.await_rendezvous(after=0)
-    first.start_ranks(attempt=1)
-    wait_until(lambda: len(events.of("started")) == 2)
-    assert events.of("attempt")[-1] == (1, 2, "membership")
-
-
 def test_kept_ranks_go_on_under_other_numbers_and_lose_nothing_that_they_have_printed(fleets):
     events = fleets.group(fleets.fleet(1, 2), keep=True)
     first, second = fleets.run_two(events)
     logs = events.peers.log_directory
-    second.send(wire.Wrote(group="g", attempt=0, rank=2, stream=messages.Stream.STDOUT), b"before, ")
+    second.wrote(2, b"before, ")
     first.die()
     order = second.wait_for(wire.AdoptRanks)
     assert (order.attempt, order.number, order.base_rank, order.world_size) == (0, 1, 0, 2)
     assert events.of("attempt")[-1] == (1, 2, "membership")
     assert events.kept == {0: 2, 1: 3}
     # What was on its way is still theirs; messages of ranks are of the attempt that is over.
-    second.send(wire.Wrote(group="g", attempt=0, rank=2, stream=messages.Stream.STDOUT), b"between, ")
-    second.say(messages.Hello(rank=2, token="", attempt=0, local_rank=0, world_size=4, node="hB", pid=1))
-    second.send(wire.Wrote(group="g", attempt=1, rank=0, stream=messages.Stream.STDOUT), b"after")
-    second.say(
-        messages.Hello(rank=0, token="", attempt=1, local_rank=0, world_size=2, node="hB", pid=1), attempt=1
-    )
+    second.wrote(2, b"between, ")
+    second.greet(2)
+    second.wrote(0, b"after", attempt=1)
+    second.greet(0, 2, attempt=1)
     wait_until(lambda: events.of("message"))
     assert [message.attempt for message, _ in events.of("message")] == [1]
     assert (logs / "hB-2" / "stdout.log").read_text() == "before, between, after"
     events.peers.send(1, messages.Proceed())
     fleets.hub.run(events.peers.turn)
     assert second.wait_for(wire.ForRanks).ranks == (1,)
-    second.send(wire.Gone(group="g", attempt=0, exited=messages.Exited(rank=3, exitcode=1, time=0.0)))
+    second.lost(3, 1)
     wait_until(lambda: events.of("gone")[-1][0] == 1)
-    second.send(wire.Gone(group="g", attempt=1, exited=messages.Exited(rank=0, exitcode=1, time=0.0)))
+    second.lost(0, 1, attempt=1)
     assert second.wait_for(wire.Restart).attempt == 1
     second.await_rendezvous(after=0)
     assert second.start_ranks(attempt=2).base_rank == 0
-
-
-def test_a_node_that_comes_late_has_its_ranks_join_the_others(fleets):
-    events = fleets.group(fleets.fleet(1, 2), keep=True)
-    first, second = fleets.run_two(events)
-    second.die()
-    first.wait_for(wire.AdoptRanks)
-    third = fleets.come("hC", 1)
-    assert third.start_ranks(attempt=2).base_rank == 2
-    order = first.wait_for(wire.AdoptRanks)
-    assert (order.attempt, order.number, order.base_rank, order.world_size) == (1, 2, 0, 4)
-    wait_until(lambda: events.of("started")[-1] == (2, 4, [0, 1, 2, 3]))
-    assert events.kept == {0: 0, 1: 1}
 
 
 def test_nodes_of_an_endpoint_end_their_ranks_as_soon_as_the_notebook_does(fleets):
@@ -964,28 +905,6 @@ def test_nodes_of_an_endpoint_end_their_ranks_as_soon_as_the_notebook_does(fleet
     node.wait_for(wire.OpenGroup)
     joined.stop()
     assert node.wait_for(wire.EndGroup).group == "g"
-
-
-def test_a_node_that_asks_to_leave_is_let_go(fleets):
-    events = fleets.group(fleets.fleet(), keep=True)
-    nodes = fleets.run_two(events)
-    nodes[1].send(wire.Leaving())
-    nodes[1].wait_for(wire.Finish)
-    wait_until(lambda: events.of("gone"))
-    assert events.of("leaves") == [("hB", True, False)]
-    assert nodes[0].wait_for(wire.Restart)
-
-
-def test_an_engine_that_ends_the_nodes_is_the_reason(fleets, monkeypatch):
-    monkeypatch.setattr(Played, "reports", True)  # it is looked at often
-    events = fleets.group(fleets.fleet())
-    nodes = fleets.run_two(events)
-    Played.asked[0].state = messages.EngineState.ENDED
-    for node in nodes:
-        node.wait_for(wire.EndGroup)
-        node.end()
-    assert events.ended.wait(SECONDS)
-    assert str(events.error) == "played job 7 has ended: CANCELLED"
 
 
 def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
@@ -1056,9 +975,7 @@ def test_two_groups_use_the_same_nodes_and_know_nothing_of_each_other(fleets):
         node.start_ranks("h")
     wait_until(lambda: second.of("started"))
     assert len(Played.asked) == 1
-    nodes[0].say(
-        messages.Hello(rank=1, token="", attempt=0, local_rank=0, world_size=4, node="hA", pid=1), group="h"
-    )
+    nodes[0].greet(1, group="h")
     wait_until(lambda: second.of("message"))
     assert first.of("message") == []
     second.peers.stop()

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from shown_runs import run_of
 from test_lifecycle_machine import EVENTS, GONE, PREPARE, RANKS, Group, World, attempt, exited, raised
-from test_state import HISTORIES, folded
+from test_state import folded
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.job import Job
@@ -161,12 +161,6 @@ def test_nothing_is_encoded_for_nobody(job):
 
 
 # --- whole states ------------------------------------------------------------------------------------
-
-
-@given(HISTORIES)
-def test_a_state_arrives_as_it_is(messages):
-    state = folded(messages)[-1]
-    assert decode_state(encode(state)) == state
 
 
 def run_that_says(text):

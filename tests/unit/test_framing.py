@@ -31,15 +31,6 @@ def read(parts, limit=LIMIT):
     return found
 
 
-def test_frames_arrive_byte_by_byte():
-    data = written(SAMPLE)
-    assert read([data[at : at + 1] for at in range(len(data))]) == SAMPLE
-
-
-def test_several_frames_arrive_at_once():
-    assert read([written(SAMPLE)]) == SAMPLE
-
-
 def test_half_a_frame_is_none():
     data = written(SAMPLE[:1])
     assert [read([data[:at]]) for at in range(len(data))] == [[]] * len(data)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_lifecycle_machine import GRACE, PREPARE, Group, attempt, hello, raised, returned, where
+from test_lifecycle_machine import GONE, GRACE, PREPARE, Group, attempt, hello, raised, returned, where
 
 from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
-from nblaunch.group.lifecycle import Action, JobState, Trigger
+from nblaunch.group.lifecycle import Action, JobState, Stage, Trigger
 from nblaunch.group.machine import LocateRanks, Order, Send
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Answer, Asked, Collective, Reached, Started, Where
@@ -78,6 +78,7 @@ def test_an_interrupt_of_fresh_ranks_asks_where_they_are_and_the_second_skips_th
     assert group.trace().endswith("5.0 SKIP_GRACE, 5.0 STOP_AGENT")
     group.feed(Trigger.DRAINED, Trigger.AGENT_ENDED)
     assert group.trace() == "5.0 CLOSE_GROUP, 5.0 FINISH_JOB"
+    assert group.stage() is Stage.CLOSED
     assert group.error.startswith("the run was interrupted: [ranks 0-1] ")
     group = Traced(persistent=False)
     group.feed(Trigger.INTERRUPT, Trigger.INTERRUPT)
@@ -115,6 +116,10 @@ def test_the_second_interrupt_of_kept_ranks_replaces_them_unless_they_import():
     assert group.error.endswith(
         "; it was interrupted again, so ranks 0-1 were replaced and their variables are lost"
     )
+    assert group.stage() is Stage.REPLACING
+    group.feed(life.AttemptStarting(attempt(1)))
+    assert group.trace().endswith("0.0 FINISH_JOB")
+    assert group.notices() == ("ranks 0-1 had not ended when the job was interrupted again", GONE)
 
 
 def test_an_interrupt_that_spares_the_ranks_is_repeated_and_never_costs_variables():

@@ -11,21 +11,8 @@ from shown_runs import parts_of
 
 from nblaunch._results import SessionInfo, SessionStatus, sessions_table
 from nblaunch.diagnose import hang
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.client import RankStatus
-from nblaunch.protocol.messages import (
-    AttemptStarted,
-    EngineState,
-    EngineStatus,
-    FailureRecord,
-    JobAssigned,
-    Payload,
-    Phase,
-    Raised,
-    RankPlace,
-    Returned,
-    Started,
-    encode,
-)
 from nblaunch.protocol.reports import HangReport, LocatedAll, by_host
 from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.view.html import render_html
@@ -35,19 +22,19 @@ from nblaunch.view.terminal_view import Terminal
 from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo", node="notebook-host")
-FAILED = FailureRecord(type="builtins.ValueError", message="boom", time=2.0)
-WAITING = EngineStatus(engine="slurm", state=EngineState.WAITING, id="3", joined=1, wanted=2)
+FAILED = wire.FailureRecord(type="builtins.ValueError", message="boom", time=2.0)
+WAITING = wire.EngineStatus(engine="slurm", state=wire.EngineState.WAITING, id="3", joined=1, wanted=2)
 
 
 def on_hosts(ranks: int, each: int = 8, *, started: bool = True) -> RunState:
     """Return the state of ranks at work, so many on each host."""
     places = {
-        rank: RankPlace(rank % each, f"h{rank // each:03}", "cpu", rank + 1, Phase.JOB)
+        rank: wire.RankPlace(rank % each, f"h{rank // each:03}", "cpu", rank + 1, wire.Phase.JOB)
         for rank in range(ranks)
     }
-    state = advance(RunState.fresh(ranks), JobAssigned(ranks=places, attempt=0))
+    state = advance(RunState.fresh(ranks), wire.JobAssigned(ranks=places, attempt=0))
     for rank in range(ranks) if started else ():
-        state = advance(state, Started(rank=rank, time=1.0))
+        state = advance(state, wire.Started(rank=rank, time=1.0))
     return state
 
 
@@ -55,9 +42,9 @@ def ended(state: RunState, failed: tuple[int, ...] = (), text: str = "") -> RunS
     """Return the state once all ranks have ended; those that `failed` with an error."""
     for rank in state.ranks:
         if rank in failed:
-            state = advance(state, Raised(rank=rank, failure=FAILED))
+            state = advance(state, wire.Raised(rank=rank, failure=FAILED))
         else:
-            state = advance(state, Returned(rank=rank, value=Payload(()), time=2.0, text=text))
+            state = advance(state, wire.Returned(rank=rank, value=wire.Payload(()), time=2.0, text=text))
     return state
 
 
@@ -158,7 +145,7 @@ def status_of(state: RunState) -> str:
 
 def test_a_terminals_status_folds_hosts():
     assert status_of(on_hosts(512)) == "[nblaunch] 64 hosts x 8 ranks: running, 0 s"
-    state = advance(on_hosts(512), Raised(rank=139, failure=FAILED))
+    state = advance(on_hosts(512), wire.Raised(rank=139, failure=FAILED))
     assert "h017: rank 139 failed" in status_of(state)
     assert status_of(on_hosts(16)) == "[nblaunch] 16 running, 0 s"
 
@@ -172,21 +159,15 @@ def test_the_panel_has_the_fold_in_its_head_and_sends_it_only_when_it_changes():
         delta["parts"]["head"]
     )
     assert drawing.changes(state, 0.1) is None
-    delta = drawing.changes(advance(state, Raised(rank=139, failure=FAILED)), 0.2)
+    delta = drawing.changes(advance(state, wire.Raised(rank=139, failure=FAILED)), 0.2)
     assert delta is not None
     assert "</div><div>h017: rank 139 FAILED" in str(delta["parts"]["head"])
     assert [key for key in delta["parts"] if key[0] in "rh" and key[1:].isdigit()] == ["r139", "h17"]
 
 
-def test_up_to_eight_ranks_have_cards_that_name_their_hosts():
-    parts = parts_of(on_hosts(8, 4))
-    assert "nblaunch-hosts" not in parts["head"]
-    assert 'data-host="h001"' in parts["r7"]
-
-
 def test_an_earlier_attempt_in_the_panel_names_hosts():
-    state = advance(on_hosts(4, 2), Raised(rank=3, failure=FAILED))
-    state = advance(state, AttemptStarted(number=1, world_size=4, time=3.0, reason="failure"))
+    state = advance(on_hosts(4, 2), wire.Raised(rank=3, failure=FAILED))
+    state = advance(state, wire.AttemptStarted(number=1, world_size=4, time=3.0, reason="failure"))
     assert "Root cause: rank 3 on h001:</strong>" in parts_of(state)["attempts"]
 
 
@@ -202,18 +183,18 @@ def test_while_nodes_are_awaited_no_rank_is_promised():
 
 
 def test_the_backend_in_the_head_is_that_of_the_nodes_once_they_have_met():
-    state = advance(RunState.fresh(2), msgspec.structs.replace(WAITING, state=EngineState.RUNNING))
+    state = advance(RunState.fresh(2), msgspec.structs.replace(WAITING, state=wire.EngineState.RUNNING))
     assert headline(state, "cell", "gloo") == "cell"
-    started = AttemptStarted(number=0, world_size=16, time=1.0, backend="cpu:gloo,cuda:nccl")
+    started = wire.AttemptStarted(number=0, world_size=16, time=1.0, backend="cpu:gloo,cuda:nccl")
     state = advance(state, started)
     assert headline(state, "cell", "gloo") == "cell · 16 ranks · cpu:gloo,cuda:nccl"
-    assert decode_state(encode(state)) == state
-    again = advance(state, AttemptStarted(number=1, world_size=8, time=1.0))
+    assert decode_state(wire.encode(state)) == state
+    again = advance(state, wire.AttemptStarted(number=1, world_size=8, time=1.0))
     assert headline(again, "cell", "gloo") == "cell · 8 ranks · cpu:gloo,cuda:nccl"
 
 
 def test_a_run_on_this_machine_has_the_backend_that_it_was_placed_with():
-    state = advance(RunState.fresh(2), AttemptStarted(number=0, world_size=2, time=1.0))
+    state = advance(RunState.fresh(2), wire.AttemptStarted(number=0, world_size=2, time=1.0))
     assert headline(state, "cell", "nccl") == "cell · 2 ranks · nccl"
 
 

@@ -6,15 +6,7 @@ from msgspec.structs import replace
 
 from nblaunch.group.ending import Interruption
 from nblaunch.group.machine import Sends
-from nblaunch.protocol.messages import (
-    Collective,
-    Connection,
-    FreeCollective,
-    Interrupt,
-    InterruptSeen,
-    ToRank,
-    Where,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, State
 
 ONE, OTHER = ("127.0.0.1", 1), ("127.0.0.1", 2)
@@ -29,8 +21,8 @@ class Group:
             rank: replace(known, node="here", state=State.RUNNING) for rank, known in fresh.ranks.items()
         }
         self.state = replace(fresh, ranks=ranks)
-        self.sent: list[tuple[int, ToRank]] = []
-        self.answers: dict[int, Where] = {}
+        self.sent: list[tuple[int, wire.ToRank]] = []
+        self.answers: dict[int, wire.Where] = {}
         self.now = self.began = 1000.0
         self.take(Interruption().begin(self.state, self.now))
 
@@ -39,8 +31,10 @@ class Group:
         self.sent += [(each.rank, each.message) for each in sends]
 
     def seen(self, rank: int, *, handled: bool = True) -> None:
-        number = [each.number for to, each in self.sent if to == rank and isinstance(each, Interrupt)][-1]
-        seen = InterruptSeen(rank=rank, number=number, handled=handled)
+        number = [each.number for to, each in self.sent if to == rank and isinstance(each, wire.Interrupt)][
+            -1
+        ]
+        seen = wire.InterruptSeen(rank=rank, number=number, handled=handled)
         self.interruption = self.interruption.seen(seen, self.now)
 
     def end(self, rank: int) -> None:
@@ -55,23 +49,23 @@ class Group:
             self.take(self.interruption.answered(answer, self.state, self.now, grace))
 
     def freed(self) -> list[int]:
-        return [rank for rank, message in self.sent if isinstance(message, FreeCollective)]
+        return [rank for rank, message in self.sent if isinstance(message, wire.FreeCollective)]
 
 
-def where(rank: int, *begun: Collective, inside: bool = False) -> Where:
+def where(rank: int, *begun: wire.Collective, inside: bool = False) -> wire.Where:
     ends = (ONE, OTHER) if rank == 0 else (OTHER, ONE)
-    return Where(
+    return wire.Where(
         rank=rank,
         frames=(),
         collectives=begun,
-        connections=(Connection(*ends, fd=10 + rank),),
+        connections=(wire.Connection(*ends, fd=10 + rank),),
         pending=len(begun),
         inside=inside,
     )
 
 
-def reduce(sequence: int, *sizes: int) -> Collective:
-    return Collective(group="default_pg", sequence=sequence, operation="all_reduce", sizes=(sizes,))
+def reduce(sequence: int, *sizes: int) -> wire.Collective:
+    return wire.Collective(group="default_pg", sequence=sequence, operation="all_reduce", sizes=(sizes,))
 
 
 def test_a_rank_that_computes_is_left_alone():
@@ -89,7 +83,7 @@ def test_a_rank_that_waits_in_a_collective_for_one_that_computes_is_freed_at_onc
     group.after(0.2)
     assert group.freed() == [], "Python code has the time to see it first"
     group.after(0.3)
-    assert group.sent[-1] == (0, FreeCollective(fds=(10,)))
+    assert group.sent[-1] == (0, wire.FreeCollective(fds=(10,)))
     assert group.freed() == [0]
     assert group.interruption.cut
 
@@ -117,7 +111,7 @@ def test_while_a_rank_handles_the_interrupt_nothing_is_cut_until_its_grace_perio
         group.after(tenths / 10, grace=5)
     assert group.freed() == []
     group.after(5.5, grace=5)
-    last = [message for rank, message in group.sent if rank == 0 and isinstance(message, Interrupt)][-1]
+    last = [message for rank, message in group.sent if rank == 0 and isinstance(message, wire.Interrupt)][-1]
     assert last.last
     group.after(6.0, grace=5)
     assert 1 in group.freed()

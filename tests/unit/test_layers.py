@@ -78,18 +78,9 @@ OTHER_STATE = {
 """Other modules that keep what changes, and why."""
 
 WITHOUT_STATE = {
-    *(
-        "ParamSpec",
-        "TypeVar",
-        "Path",
-        "Path(__file__).with_name",
-        "ctypes.CDLL",
-        "frozenset",
-        "tuple",
-        "type",
-    ),
-    *("functools.reduce", "logging.getLogger", "re.compile", "msgspec.msgpack.Decoder"),
-    *("msgspec.msgpack.Encoder",),
+    *("ParamSpec", "TypeVar", "Path", "Path(__file__).with_name", "ctypes.CDLL", "frozenset", "tuple"),
+    *("type", "functools.reduce", "logging.getLogger", "re.compile"),
+    *("msgspec.msgpack.Decoder", "msgspec.msgpack.Encoder"),
 }
 """Calls whose results nobody changes, whatever name they have."""
 
@@ -193,6 +184,20 @@ def ours() -> list[Import]:
     return [each for each in imports() if each.imported.split(".")[0] == "nblaunch"]
 
 
+def importers_of(*packages: str) -> set[str]:
+    """Return the modules that import something of these packages."""
+    return {each.importer for each in imports() if each.imported.split(".")[0] in packages}
+
+
+def between(importers: set[str], imported: set[str]) -> list[Import]:
+    """Return the imports of modules in some layers that lead to others."""
+    return [
+        each
+        for each in ours()
+        if layer_of(each.importer) in importers and layer_of(each.imported) in imported
+    ]
+
+
 def test_every_module_stands_in_a_layer():
     assert {layer_of(module_name(path)) for path in MODULES} <= set(LAYERS)
 
@@ -216,20 +221,9 @@ def test_no_modules_import_one_another():
     graphlib.TopologicalSorter(loads).prepare()  # raises CycleError, which names the circle
 
 
-def test_what_runs_in_a_rank_never_imports_what_runs_in_the_kernel():
-    kernel = set(LAYERS[LAYERS.index("rank") + 1 :])
-    below = [each for each in ours() if layer_of(each.importer) not in kernel]
-    assert [str(each) for each in below if layer_of(each.imported) in kernel] == []
-
-
 def test_a_client_knows_nothing_of_what_runs_in_the_runtime():
     """Nor does that know its clients; between the two is the protocol."""
-    sides = [
-        each
-        for each in ours()
-        if (layer_of(each.importer) in CLIENTS and layer_of(each.imported) in RUNTIME)
-        or (layer_of(each.importer) in RUNTIME and layer_of(each.imported) in CLIENTS)
-    ]
+    sides = between(CLIENTS, RUNTIME) + between(RUNTIME, CLIENTS)
     across = {each.importer for each in sides if each.imported != "nblaunch"}
     assert across == MAY_BE_A_NODE
 
@@ -279,12 +273,8 @@ def test_a_worker_group_knows_its_ranks_only_as_those_of_hosts():
 
 def test_a_worker_group_does_not_know_whether_a_notebook_runs_it():
     notebook = {"IPython", "ipykernel", "nblaunch._notebook"}
-    users = {
-        each.importer
-        for each in imports()
-        if layer_of(each.importer) in {"host", "group", "nodes", "runtime"} and each.imported in notebook
-    }
-    assert users == set()
+    users = {each.importer for each in imports() if each.imported in notebook}
+    assert {layer_of(each) for each in users} & {"host", "group", "nodes", "runtime"} == set()
 
 
 def test_the_lowest_layers_import_little_from_outside():
@@ -322,10 +312,8 @@ def test_what_is_a_callers_comes_with_its_requests():
 
 
 def test_what_decides_on_the_life_of_a_group_has_no_clock_no_thread_and_no_io():
-    machines = {
-        f"nblaunch.group.{each}"
-        for each in ("ending", "fitness", "lifecycle", "locating", "machine", "recovery")
-    }
+    names = ("ending", "fitness", "lifecycle", "locating", "machine", "recovery")
+    machines = {f"nblaunch.group.{each}" for each in names}
     pure = {
         "__future__",
         "collections.abc",
@@ -342,16 +330,13 @@ def test_what_decides_on_the_life_of_a_group_has_no_clock_no_thread_and_no_io():
 
 
 def test_only_the_view_draws_with_widgets():
-    widgets = {"anywidget", "ipywidgets"}
-    drawing = {each.importer for each in imports() if each.imported.split(".")[0] in widgets}
-    assert {layer_of(module) for module in drawing} <= {"view"}
+    assert {layer_of(module) for module in importers_of("anywidget", "ipywidgets")} <= {"view"}
 
 
 def test_a_view_knows_states_and_nothing_of_the_group_that_it_shows():
     """`View` is a protocol's: the group draws on one that it has been given."""
     below = {"group", "host", "nodes", "capture", "rank"}
-    known = [each for each in ours() if layer_of(each.importer) == "view"]
-    assert [str(each) for each in known if layer_of(each.imported) in below] == []
+    assert list(map(str, between({"view"}, below))) == []
 
 
 def test_the_front_door_imports_upper_layers_only_when_they_are_used():
@@ -559,12 +544,11 @@ def test_the_kernel_imports_nothing_of_what_runs_in_a_rank():
 
 
 def test_only_the_hub_the_listener_nodes_and_ranks_have_zmq_sockets():
-    importers = {each.importer for each in imports() if each.imported.split(".")[0] == "zmq"}
-    assert importers == SOCKETS
+    assert importers_of("zmq") == SOCKETS
 
 
 def test_torchs_private_names_are_used_only_where_the_reason_is_given():
-    users = {each.importer for each in imports() if each.imported.split(".")[0] == "torch"}
+    users = importers_of("torch")
     private = {module_name(path): private_names_of(path) for path in MODULES}
     assert {name for name in users | set(TORCHS_PRIVATE) if private[name]} == set(TORCHS_PRIVATE)
 

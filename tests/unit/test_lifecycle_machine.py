@@ -26,6 +26,7 @@ ON_GPUS = msgspec.structs.replace(PREPARE, device_type="cuda")
 WAITING = wire.EngineStatus(engine="slurm", state=wire.EngineState.WAITING, id="3", words="PENDING", wanted=2)
 GRANTED = msgspec.structs.replace(WAITING, state=wire.EngineState.RUNNING, hosts=("a", "b"), joined=2)
 PEER_GONE = "Connection closed by peer [127.0.0.1]:1"
+INTERRUPTED = "builtins.KeyboardInterrupt"
 GONE = "the ranks were started anew: all of their variables are gone"
 
 
@@ -45,6 +46,14 @@ def returned(rank: int, *, left_open: bool = False) -> wire.Returned:
 
 def raised(rank: int, kind: str = "builtins.ValueError", message: str = "") -> wire.Raised:
     return wire.Raised(rank=rank, failure=wire.FailureRecord(type=kind, message=message))
+
+
+def interrupted(*ranks: int) -> list[wire.Raised]:
+    return [raised(rank, INTERRUPTED) for rank in ranks]
+
+
+def recovered(*ranks: int, number: int = 1) -> list[wire.Recovered]:
+    return [wire.Recovered(rank=rank, number=number) for rank in ranks]
 
 
 def where(rank: int, *, inside: bool = False, busy: bool = False) -> wire.Where:
@@ -162,6 +171,18 @@ def sent(actions: list[Action], kind: type[wire.ToRank]) -> list[int]:
     return [each.rank for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
 
 
+def messages(actions: list[Action], kind: type[wire.ToRank]) -> list[Any]:
+    return [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
+
+
+def dispatched(actions: list[Action]) -> list[int]:
+    return [each.rank for each in actions if isinstance(each, life.SendJob)]
+
+
+def reforms(actions: list[Action]) -> list[bool]:
+    return [each.reform for each in messages(actions, wire.Recover)]
+
+
 def finished(actions: list[Action]) -> bool:
     return any(each is Order.FINISH_JOB for each in actions)
 
@@ -180,7 +201,7 @@ def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_int
     ]
     random.Random(seed).shuffle(said)
     actions = group.feed(*said)
-    assert [each.rank for each in actions if isinstance(each, life.SendJob)] == [0, 1]
+    assert dispatched(actions) == [0, 1]
     assert set(sent(actions, wire.Prepare)) == {0, 1}
     assert group.stage() is Stage.RUNNING
 
@@ -229,14 +250,6 @@ def test_a_kept_rank_that_dies_before_it_is_ready_ends_the_group_and_a_fresh_one
         group.submit()
         group.fork()
         assert (Order.STOP_AGENT in group.feed(exited(1))) is persistent
-
-
-def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
-    group = Group().start()
-    group.feed(returned(0))
-    actions = group.feed(Trigger.AGENT_ENDED)
-    assert actions == [Order.CLOSE_GROUP, Order.FINISH_JOB]
-    assert group.stage() is Stage.CLOSED
 
 
 # --- nodes that an engine places -------------------------------------------------------------------
@@ -347,17 +360,16 @@ def test_a_fresh_group_that_starts_again_begins_its_job_again():
     actions = group.feed(
         life.WorkersForked(attempt(1), frozenset({0, 1})), hello(0), hello(1), ready(0), ready(1)
     )
-    assert [each.rank for each in actions if isinstance(each, life.SendJob)] == [0, 1]
+    assert dispatched(actions) == [0, 1]
     assert finished(group.feed(returned(0), returned(1)))
-    assert group.state.job is not None
     assert len(group.state.job.run.attempts) == 2
 
 
 def test_a_restart_is_not_begun_after_an_interrupt():
     group = Group().start()
     group.interrupt()
-    group.feed(raised(0, "builtins.KeyboardInterrupt"))
-    actions = group.feed(raised(1, "builtins.KeyboardInterrupt"))
+    group.feed(raised(0, INTERRUPTED))
+    actions = group.feed(raised(1, INTERRUPTED))
     assert Order.STOP_AGENT in actions
     assert group.states() == [State.STOPPED, State.STOPPED], "an interrupted rank has not failed"
 
@@ -418,7 +430,7 @@ def test_an_interrupt_before_anything_runs_has_nobody_to_wait_for():
     assert finished(actions)
     assert Order.STOP_AGENT not in actions
     kept.feed(hello(0), hello(1), ready(0), ready(1))
-    assert not [each for each in kept.done if isinstance(each, life.SendJob)]
+    assert dispatched(kept.done) == []
 
 
 def test_an_interrupt_of_idle_ranks_does_nothing():
@@ -429,23 +441,10 @@ def test_an_interrupt_of_idle_ranks_does_nothing():
     assert group.state == before
 
 
-def test_a_second_interrupt_skips_the_grace_period():
-    fresh, kept = Group().start(), Group(persistent=True).start()
-    for group in (fresh, kept):
-        group.interrupt()
-    assert fresh.interrupt() == [Order.SKIP_GRACE, Order.STOP_AGENT]
-    asked = kept.feed(Trigger.INTERRUPT)
-    assert sent(asked, wire.ReportWhere) == [0, 1], "imports are only broken off"
-    assert kept.feed(where(0), where(1)) == [Order.SKIP_GRACE, Order.RESTART_AGENT]
-    assert kept.stage() is Stage.REPLACING
-    assert finished(kept.feed(life.AttemptStarting(attempt(1))))
-    assert kept.notices() == ("ranks 0-1 had not ended when the job was interrupted again", GONE)
-
-
 def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
     group = Group(persistent=True).start()
     group.interrupt()
-    group.feed(raised(0, "builtins.KeyboardInterrupt"), wire.InterruptSeen(rank=1, number=1))
+    group.feed(raised(0, INTERRUPTED), wire.InterruptSeen(rank=1, number=1))
     assert sent(group.after(GRACE - 0.1), wire.Interrupt) == []
     (last,) = [
         each.message
@@ -457,15 +456,6 @@ def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
     assert Order.RESTART_AGENT not in group.after(1.9)
     assert Order.RESTART_AGENT in group.after(0.2)
     assert group.notices() == ("rank 1 went on after two interrupts, --grace 5 s apart",)
-
-
-def test_a_rank_in_c_code_is_waited_for():
-    group = Group(persistent=True).start()
-    group.interrupt()
-    actions = group.after(100)
-    assert set(group.state.interruption.waited_for) == {0, 1}
-    assert not [each for each in actions if not isinstance(each, Send | life.ReadStacks)]
-    assert sent(actions, wire.Interrupt) == []
 
 
 # --- recovery --------------------------------------------------------------------------------------
@@ -503,7 +493,7 @@ def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again():
     group.feed(raised(0), raised(1), where(0), where(1))
     recover = [each.message for each in group.after(0.1) if isinstance(each, Send)]
     assert [each.reform for each in recover if isinstance(each, wire.Recover)] == [False, False]
-    assert finished(group.feed(wire.Recovered(rank=0, number=1), wire.Recovered(rank=1, number=1)))
+    assert finished(group.feed(*recovered(0, 1)))
     assert group.notices() == ()
 
 
@@ -530,8 +520,8 @@ def unlike(*, recorded: tuple[int, int]) -> Group:
 def test_a_job_that_succeeded_with_unlike_collectives_ends_once_the_group_is_formed_again():
     group = unlike(recorded=(2, 1))
     actions = group.after(0.1)
-    assert [each.reform for each in messages(actions, wire.Recover)] == [True, True]
-    assert finished(group.feed(wire.Recovered(rank=0, number=1), wire.Recovered(rank=1, number=1)))
+    assert reforms(actions) == [True, True]
+    assert finished(group.feed(*recovered(0, 1)))
     assert group.states() == [State.SUCCEEDED] * 2
     assert group.notices() == (
         "collectives do not match: in the default group (nccl2) rank 0 at #2, rank 1 at #1",
@@ -542,8 +532,8 @@ def test_a_job_that_succeeded_with_unlike_collectives_ends_once_the_group_is_for
 def test_unlike_numbers_cost_nothing_where_the_recorders_show_the_same_collectives():
     """gloo counts sends and receives."""
     group = unlike(recorded=(1, 1))
-    assert [each.reform for each in messages(group.after(0.1), wire.Recover)] == [False, False]
-    assert finished(group.feed(wire.Recovered(rank=0, number=1), wire.Recovered(rank=1, number=1)))
+    assert reforms(group.after(0.1)) == [False, False]
+    assert finished(group.feed(*recovered(0, 1)))
     assert (group.states(), group.notices()) == ([State.SUCCEEDED] * 2, ())
 
 
@@ -611,7 +601,6 @@ def test_a_rank_whose_last_words_arrive_is_judged_by_them():
     group = Group(persistent=True).start()
     group.feed(exited(1), raised(1))
     group.after(0.2)
-    assert group.state.job is not None
     failure = group.state.job.run.ranks[1].failure
     assert failure is not None
     assert failure.type == "builtins.ValueError"
@@ -694,10 +683,6 @@ def loses(group: Group, *ranks: int) -> list[Action]:
     return group.feed(life.NodeLeaving("hB", asked=False, enough=True, ranks=frozenset(ranks)), *exits)
 
 
-def messages(actions: list[Action], kind: type[wire.ToRank]) -> list[Any]:
-    return [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
-
-
 def goes_on(group: Group, kept: dict[int, int], size: int, number: int = 1) -> list[Action]:
     """Let the next attempt begin, in which these ranks go on."""
     starting = attempt(number, size)
@@ -748,11 +733,11 @@ def test_a_job_fails_with_the_ranks_that_are_lost_and_the_others_end_it_first():
     actions = group.after(0.3)
     assert sent(actions, wire.Interrupt) == [1]
     assert sent(actions, wire.ReportWhere) == [], "nobody asks a rank that is lost"
-    actions = group.feed(raised(1, "builtins.KeyboardInterrupt"))
+    actions = group.feed(raised(1, INTERRUPTED))
     assert not finished(actions)
     actions = group.feed(where(0), where(1)) + group.after(0.1)
-    assert [each.reform for each in messages(actions, wire.Recover)] == [False, False]
-    actions = group.feed(*(wire.Recovered(rank=rank, number=1) for rank in (0, 1)))
+    assert reforms(actions) == [False, False]
+    actions = group.feed(*recovered(0, 1))
     assert actions == [Order.FINISH_JOB, Order.REGROUP_NODES]
     assert group.states() == [State.SUCCEEDED, State.STOPPED, State.FAILED]
     goes_on(group, {0: 0, 1: 1}, 2)
@@ -764,11 +749,11 @@ def test_ranks_that_wait_for_lost_ones_to_form_a_group_are_freed_first():
     group = Group(3, persistent=True).start()
     group.feed(*(raised(rank) for rank in range(3)))
     group.feed(where(0, inside=True), where(1), where(2))
-    assert [each.reform for each in messages(group.after(0.1), wire.Recover)] == [True] * 3
+    assert reforms(group.after(0.1)) == [True] * 3
     assert sent(loses(group, 2), wire.ReportWhere) == [0, 1]
     actions = group.feed(where(0, inside=True), where(1)) + group.after(0.1)
     assert sent(actions, wire.FreeCollective) == [0, 1]
-    assert [each.reform for each in messages(actions, wire.Recover)] == [False, False]
+    assert reforms(actions) == [False, False]
     group.feed(wire.Recovered(rank=0, number=1, error="cut"), wire.Recovered(rank=0, number=2))
     assert group.feed(wire.Recovered(rank=1, number=2)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
     goes_on(group, {0: 0, 1: 1}, 2)
@@ -798,7 +783,7 @@ def test_a_job_that_was_captured_for_other_numbers_is_ended_and_reaches_no_rank(
     assert group.submit() == []
     goes_on(group, {0: 1}, 1)
     assert Order.FINISH_JOB in group.done
-    assert not [each for each in joins(group, 0) if isinstance(each, life.SendJob)]
+    assert dispatched(joins(group, 0)) == []
 
 
 def test_ranks_go_on_only_once_all_of_them_have_said_hello():
@@ -886,7 +871,7 @@ def test_a_job_that_waits_for_a_rank_to_be_replaced_reaches_none_it_was_captured
     assert group.submit() == []
     is_replaced(group, 1)
     assert Order.FINISH_JOB in group.done
-    assert not [each for each in joins(group, 0, 1) if isinstance(each, life.SendJob)]
+    assert dispatched(joins(group, 0, 1)) == []
 
 
 def test_a_rank_that_dies_in_a_job_ends_it_and_is_replaced_once_the_others_are_idle():
@@ -896,10 +881,10 @@ def test_a_rank_that_dies_in_a_job_ends_it_and_is_replaced_once_the_others_are_i
     assert group.states() == [State.RUNNING, State.RUNNING, State.FAILED]
     actions = group.after(0.3)
     assert sent(actions, wire.Interrupt) == [0, 1]
-    group.feed(*(raised(rank, "builtins.KeyboardInterrupt") for rank in (0, 1)))
+    group.feed(*interrupted(0, 1))
     group.feed(where(0), where(1))
     group.after(0.1)
-    actions = group.feed(*(wire.Recovered(rank=rank, number=1) for rank in (0, 1)))
+    actions = group.feed(*recovered(0, 1))
     assert actions == [Order.FINISH_JOB, Order.REGROUP_NODES]
     assert group.notices() == ("rank 2 is started again; the other ranks keep their variables",)
     is_replaced(group, 2)
@@ -930,7 +915,7 @@ def test_a_rank_that_waits_in_c_code_for_one_that_has_died_is_given_up_after_the
     group = Group(3, persistent=True, replaces=True).start()
     group.feed(exited(2))
     group.after(0.3)
-    group.feed(raised(0, "builtins.KeyboardInterrupt"))
+    group.feed(raised(0, INTERRUPTED))
     assert Order.RESTART_AGENT not in group.after(GRACE - 0.5)
     assert Order.RESTART_AGENT in group.after(max(GRACE, 1.0) + 0.5)
     group.feed(exited(0, expected=True), exited(1, expected=True), life.AttemptStarting(attempt(1, 3)))
@@ -968,11 +953,11 @@ def test_ranks_that_are_lost_with_their_node_are_not_started_again():
     loses(group, 2)
     assert not [each for each in group.notices() if "started again" in each]
     group.after(0.3)
-    group.feed(raised(0, "builtins.KeyboardInterrupt"))
+    group.feed(raised(0, INTERRUPTED))
     assert Order.RESTART_AGENT not in group.after(GRACE + 5), "one that computes is waited for, as ever"
-    group.feed(raised(1, "builtins.KeyboardInterrupt"), where(0), where(1))
+    group.feed(raised(1, INTERRUPTED), where(0), where(1))
     group.after(0.1)
-    assert Order.REGROUP_NODES in group.feed(*(wire.Recovered(rank=rank, number=1) for rank in (0, 1)))
+    assert Order.REGROUP_NODES in group.feed(*recovered(0, 1))
     goes_on(group, {0: 0, 1: 1}, 2)
     recovers = messages(joins(group, 0, 1), wire.Recover)
     assert [each.renews for each in recovers] == [False, False], "no rank is new"
@@ -1005,7 +990,7 @@ def test_a_rank_that_dies_while_the_time_of_its_nodes_is_nearly_up_is_replaced_a
     group = Group(2, persistent=True, replaces=True).start()
     group.feed(life.Preemption("its time is nearly up", 60.0))
     group.feed(exited(1))
-    group.feed(raised(0, "builtins.KeyboardInterrupt"), wire.Preempted(rank=0))
+    group.feed(raised(0, INTERRUPTED), wire.Preempted(rank=0))
     group.after(0.2)
     group.feed(where(0))
     group.after(0.1)
@@ -1039,7 +1024,6 @@ def test_ranks_that_are_not_ready_wait_for_a_node_in_place_of_one_that_was_lost(
 # --- nodes that are taken back ---------------------------------------------------------------------
 
 NEAR = life.Preemption("the limit is near", 100.0)
-INTERRUPTED = "builtins.KeyboardInterrupt"
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -1062,7 +1046,6 @@ def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(persistent)
     else:
         assert Order.STOP_AGENT in actions, "also: no restart"
         assert finished(group.feed(Trigger.AGENT_ENDED))
-    assert group.state.job is not None
     assert (group.state.job.run.preempted, group.state.job.run.summary) == (NEAR.why, State.PREEMPTED)
     assert not group.state.job.ending.interrupted, "no user has done it"
 
@@ -1090,14 +1073,12 @@ def test_values_that_come_all_the_same_are_a_success():
     assert group.stage() is Stage.INTERRUPTED, "a rank whose value is here may save, too"
     assert Order.STOP_AGENT in group.feed(wire.Preempted(rank=1))
     assert finished(group.feed(Trigger.AGENT_ENDED))
-    assert group.state.job is not None
     assert group.state.job.run.summary is State.SUCCEEDED
 
 
 def test_a_job_that_has_failed_before_has_failed():
     group = Group().start()
     group.feed(raised(0), NEAR)
-    assert group.state.job is not None
     assert group.state.job.run.preempted == ""
     assert life.ReleaseWorkers(succeeded=False, others=frozenset({1})) in group.after(0.2)
 
@@ -1111,7 +1092,6 @@ def test_a_rank_of_a_node_that_sigterm_has_ended_waits_for_the_notice_for_a_mome
     assert group.states() == [State.RUNNING, State.RUNNING if preempted else State.FAILED]
     group.feed(NEAR, wire.Preempted(rank=0), raised(0, INTERRUPTED))
     group.after(3.0)
-    assert group.state.job is not None
     assert bool(group.state.job.run.preempted) is preempted
     assert (group.states()[1] is State.STOPPED) is preempted
 
@@ -1158,7 +1138,7 @@ SAID: list[Callable[[int], wire.FromRank]] = [
     returned,
     lambda rank: returned(rank, left_open=True),
     raised,
-    lambda rank: raised(rank, "builtins.KeyboardInterrupt"),
+    lambda rank: raised(rank, INTERRUPTED),
     where,
     lambda rank: where(rank, inside=True),
     lambda rank: where(rank, busy=True),
@@ -1318,7 +1298,7 @@ class World:
                 self.coming.append(where(rank, inside=rank in self.sitting))
             case wire.Interrupt(number=number) if rank not in self.sitting:
                 self.coming.append(wire.InterruptSeen(rank=rank, number=number))
-                self.coming.append(raised(rank, "builtins.KeyboardInterrupt"))
+                self.coming.append(raised(rank, INTERRUPTED))
             case wire.FreeCollective():
                 self.sitting.discard(rank)
                 self.coming.append(raised(rank, "torch.distributed.DistBackendError", PEER_GONE))

@@ -16,18 +16,7 @@ from shown_runs import run_of
 
 from nblaunch._resident import own_memory_here, resident_of, set_back_peak
 from nblaunch.probes.held import largest
-from nblaunch.protocol.messages import (
-    FailureRecord,
-    HeldMemory,
-    Measured,
-    MemoryUse,
-    Payload,
-    Raised,
-    Returned,
-    Usage,
-    decode_from_rank,
-    encode,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.reports import held_lines
 from nblaunch.protocol.state import advance, decode_state
 from nblaunch.rank import memory
@@ -36,7 +25,7 @@ from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 
-USED = MemoryUse(1 << 20, 3 << 20, 5, 7)
+USED = wire.MemoryUse(1 << 20, 3 << 20, 5, 7)
 HEAD = Header("cell", "gloo")
 MIB = 1 << 20
 
@@ -44,8 +33,8 @@ MIB = 1 << 20
 def returned(used):
     state = run_of(2)
     for rank in range(2):
-        message = Returned(rank=rank, value=Payload(sizes=()), time=2.0, memory=used)
-        state = advance(state, decode_from_rank(encode(message), "a rank"))
+        message = wire.Returned(rank=rank, value=wire.Payload(sizes=()), time=2.0, memory=used)
+        state = advance(state, wire.decode_from_rank(wire.encode(message), "a rank"))
     return state
 
 
@@ -59,18 +48,18 @@ def used_by(drawing, state):
 
 def test_the_panel_shows_what_a_rank_has_now_and_had_at_most_and_its_peak_once_it_has_ended():
     drawing = Drawing(HEAD, time.monotonic())
-    usage = Usage(cpu_percent=5.0, memory=MIB, memory_peak=9 * MIB)
-    state = advance(run_of(2), Measured(usages={0: usage}))
+    usage = wire.Usage(cpu_percent=5.0, memory=MIB, memory_peak=9 * MIB)
+    state = advance(run_of(2), wire.Measured(usages={0: usage}))
     assert used_by(drawing, state) == "CPU 5 % · 1 MiB · peak 9 MiB"
     assert used_by(drawing, returned(USED)) == "peak 3 MiB"
 
 
 def test_what_a_rank_used_travels_with_the_state_and_a_dead_rank_has_what_was_measured_last():
-    state = decode_state(encode(returned(USED)))
+    state = decode_state(wire.encode(returned(USED)))
     assert [rank.used for rank in state.ranks.values()] == [USED, USED]
-    usage = Usage(cpu_percent=5.0, memory=MIB, memory_peak=9 * MIB, gpu_memory=11)
-    dead = decode_state(encode(advance(run_of(2), Measured(usages={1: usage}))))
-    assert dead.ranks[1].used == MemoryUse(MIB, 9 * MIB, 11, None)
+    usage = wire.Usage(cpu_percent=5.0, memory=MIB, memory_peak=9 * MIB, gpu_memory=11)
+    dead = decode_state(wire.encode(advance(run_of(2), wire.Measured(usages={1: usage}))))
+    assert dead.ranks[1].used == wire.MemoryUse(MIB, 9 * MIB, 11, None)
     assert dead.ranks[0].used is None
 
 
@@ -80,12 +69,14 @@ def test_what_is_saved_of_a_run_is_the_same_whatever_memory_the_host_had():
     assert render_text(one, HEAD) == render_text(other, HEAD)
 
 
-HELD = HeldMemory(size=64 * MIB, what="float32[4]", count=4, name="rows['<b>']", where="cell line 3 in train")
+HELD = wire.HeldMemory(
+    size=64 * MIB, what="float32[4]", count=4, name="rows['<b>']", where="cell line 3 in train"
+)
 
 
 def failed(held):
-    failure = FailureRecord(type="builtins.MemoryError", message="", traceback="MemoryError", held=held)
-    return advance(run_of(2), Raised(rank=0, failure=failure))
+    failure = wire.FailureRecord(type="builtins.MemoryError", message="", traceback="MemoryError", held=held)
+    return advance(run_of(2), wire.Raised(rank=0, failure=failure))
 
 
 def test_what_was_held_is_a_table_in_the_saved_page_and_in_the_panel_and_escaped_there():

@@ -105,11 +105,6 @@ def test_columns_that_do_not_fit_together_change_nothing(broken):
     assert advance(state, Logged(rank=0, **{**whole, **broken})) is state
 
 
-def test_a_rank_that_takes_no_part_logs_nothing():
-    state = RunState.fresh(2)
-    assert advance(state, batch(2, ("loss", 0, 1.0))) is state
-
-
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 64 * 64 - 1, 64 * 64, 64 * 64 + 1, 3 * 64 * 64 + 70])
 def test_a_log_of_any_length_is_read_from_any_place(count):
     log = MetricLog()

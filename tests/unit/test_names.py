@@ -28,9 +28,8 @@ def wanted_by_cell(cell: str) -> tuple[str, str]:
     return wanted(TransformerManager().transform_cell(textwrap.dedent(cell)))
 
 
-@pytest.mark.parametrize(
-    ("source", "needed"),
-    [
+WANTED: dict[str, list[tuple[str, ...]]] = {
+    "a name loaded before it is defined is needed": [
         ("", ""),
         ("x", "x"),
         ("x = 1\nx", ""),
@@ -59,14 +58,8 @@ def wanted_by_cell(cell: str) -> tuple[str, str]:
         ("global x\nx = 1\nx", ""),
         ("a < b < c", "a b c"),
     ],
-)
-def test_a_name_loaded_before_it_is_defined_is_needed(source: str, needed: str) -> None:
-    assert wanted(source) == (needed, "")
-
-
-@pytest.mark.parametrize(
-    ("source", "needed"),
-    [
+    # `import a.b` makes `a`; a star import makes nothing that could be known.
+    "an import defines its name": [
         ("import a\na", ""),
         ("import a.b.c\na", ""),
         ("import a.b as c\nc", ""),
@@ -76,15 +69,7 @@ def test_a_name_loaded_before_it_is_defined_is_needed(source: str, needed: str) 
         ("from a import *\nb", "b"),
         ("from . import a\na", ""),
     ],
-)
-def test_an_import_defines_its_name(source: str, needed: str) -> None:
-    """`import a.b` makes `a`; a star import makes nothing that could be known."""
-    assert wanted(source) == (needed, "")
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "maybe"),
-    [
+    "a name defined on some branches is only maybe wanted": [
         ("if c: x = 1\nx", "c", "x"),
         ("if c: x = 1\nelse: x = 2\nx", "c", ""),
         ("if c: x\nelse: y", "c x y", ""),
@@ -102,14 +87,8 @@ def test_an_import_defines_its_name(source: str, needed: str) -> None:
         ("if c: x = 1\nx\nx = 2\nx", "c", "x"),
         ("x\nif c: x = 1\nx", "c x", ""),
     ],
-)
-def test_a_name_defined_on_some_branches_is_only_maybe_wanted(source: str, needed: str, maybe: str) -> None:
-    assert wanted(source) == (needed, maybe)
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "maybe"),
-    [
+    # A loop's names are only maybe defined after it, unless it can end in one way only.
+    "a loop may not run": [
         ("for i in r: i", "r", ""),
         ("for i in r: pass\ni", "r", "i"),
         ("for i in r: x = i\nx", "r", "x"),
@@ -127,15 +106,7 @@ def test_a_name_defined_on_some_branches_is_only_maybe_wanted(source: str, neede
         ("while (x := f()): pass\nx", "f", ""),
         ("async for i in r: i", "r", ""),
     ],
-)
-def test_a_loop_may_not_run(source: str, needed: str, maybe: str) -> None:
-    """A loop's names are only maybe defined after it, unless it can end in one way only."""
-    assert wanted(source) == (needed, maybe)
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "maybe"),
-    [
+    "an exception may come from anywhere in its block": [
         ("try: import a\nexcept ImportError: a = None\na", "", ""),
         ("try: x = f()\nexcept E: pass\nx", "E f", "x"),
         ("try: x = f()\nexcept E: raise\nx", "E f", ""),
@@ -161,14 +132,8 @@ def test_a_loop_may_not_run(source: str, needed: str, maybe: str) -> None:
         ("raise E\ndef f(): x", "E", "x"),
         ("raise E\n(lambda: x)()", "E", "x"),
     ],
-)
-def test_an_exception_may_come_from_anywhere_in_its_block(source: str, needed: str, maybe: str) -> None:
-    assert wanted(source) == (needed, maybe)
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "maybe"),
-    [
+    # A match may match nothing, unless its last pattern matches anything.
+    "patterns define what they capture": [
         ("match s:\n  case 1: x = 1\nx", "s", "x"),
         ("match s:\n  case 1: x = 1\n  case _: x = 2\nx", "s", ""),
         ("match s:\n  case 1: x = 1\n  case y: x = y\nx", "s", ""),
@@ -179,15 +144,8 @@ def test_an_exception_may_come_from_anywhere_in_its_block(source: str, needed: s
         ("match s:\n  case 1 | 2 as a: a", "s", ""),
         ("match s:\n  case 1: raise E\n  case _: x = 1\nx", "E s", ""),
     ],
-)
-def test_patterns_define_what_they_capture(source: str, needed: str, maybe: str) -> None:
-    """A match may match nothing, unless its last pattern matches anything."""
-    assert wanted(source) == (needed, maybe)
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "maybe"),
-    [
+    # Only the first iterable is evaluated outside, and only `:=` gets out.
+    "a comprehension keeps its variables": [
         ("[x for x in r]\nx", "r x", ""),
         ("[x for x in x]", "x", ""),
         ("[y for x in r for y in x if c(y)]", "c r", ""),
@@ -201,15 +159,8 @@ def test_patterns_define_what_they_capture(source: str, needed: str, maybe: str)
         ("[lambda: x for x in r]", "r", ""),
         ("[x async for x in r]", "r", ""),
     ],
-)
-def test_a_comprehension_keeps_its_variables(source: str, needed: str, maybe: str) -> None:
-    """Only the first iterable is evaluated outside, and only `:=` gets out."""
-    assert wanted(source) == (needed, maybe)
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "maybe"),
-    [
+    # What runs later is followed where its name is loaded, with what is defined there.
+    "a function wants its names when it is first used": [
         ("def f(): x", "", "x"),
         ("def f(): x\nf()", "x", ""),
         ("def f(): x\nx = 1\nf()", "", ""),
@@ -260,35 +211,8 @@ def test_a_comprehension_keeps_its_variables(source: str, needed: str, maybe: st
         ("def f(): g\ndef h(): f\nh()", "g", ""),
         ("def f(): x\ng = f\nx = 1\ng()", "x", ""),
     ],
-)
-def test_a_function_wants_its_names_when_it_is_first_used(source: str, needed: str, maybe: str) -> None:
-    """What runs later is followed where its name is loaded, with what is defined there."""
-    assert wanted(source) == (needed, maybe)
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "annotations"),
-    [
-        ("x: T\nx", "x", "T"),
-        ("x: T = 1\nx", "", "T"),
-        ("a.b: T = c", "a c", "T"),
-        ("f: T = lambda: x\nf", "x", "T"),
-        ("def f(a: A, *b: B, **c: C) -> D: pass", "", "A B C D"),
-    ],
-)
-def test_annotations_are_needed_unless_they_are_evaluated_later(
-    source: str, needed: str, annotations: str
-) -> None:
-    """As they are from Python 3.14 on, or with the `__future__` import."""
-    lazily = wanted(f"from __future__ import annotations\n{source}")
-    assert lazily == (needed, annotations)
-    if sys.version_info < (3, 14):
-        assert wanted(source) == (" ".join(sorted(f"{needed} {annotations}".split())), "")
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "maybe"),
-    [
+    # A method does not see the names of its class.
+    "a class body runs at once and its methods with its name": [
         ("class A(B, metaclass=M): x = y", "B M y", ""),
         ("class A: x = 1; y = x", "", ""),
         ("class A: y = x; x = 1", "x", ""),
@@ -321,12 +245,43 @@ def test_annotations_are_needed_unless_they_are_evaluated_later(
         ("class A:\n  def m(self): x\ndef f(a: A): pass\nx = 1\nA(), f()", "", ""),
         ("def f(): x\nclass A(f()): pass\nx = 1\nA()", "x", ""),
     ],
+    # `%%timeit` and `%%prun` define nothing, a magic that is not known might.
+    "a nested cell magic defines what its body defines": [
+        ("get_ipython().run_cell_magic('time', '', 'y = x')\ny", "x", ""),
+        ("get_ipython().run_cell_magic('capture', 'out', 'y = x')\ny, out", "x", ""),
+        ("get_ipython().run_cell_magic('timeit', '', 'y = x')\ny", "x y", ""),
+        ("get_ipython().run_cell_magic('other', '', 'y = x')\ny", "", "x y"),
+        ("get_ipython().run_line_magic('time', f'{x}')", "get_ipython x", ""),
+        ("get_ipython().ask(x)", "get_ipython x", ""),
+    ],
+}
+"""A source, the names that it needs, and those that it may want."""
+
+
+@pytest.mark.parametrize("what", WANTED)
+def test_what_a_source_wants(what: str) -> None:
+    for source, needed, *maybe in WANTED[what]:
+        assert (source, *wanted(source)) == (source, needed, "".join(maybe))
+
+
+@pytest.mark.parametrize(
+    ("source", "needed", "annotations"),
+    [
+        ("x: T\nx", "x", "T"),
+        ("x: T = 1\nx", "", "T"),
+        ("a.b: T = c", "a c", "T"),
+        ("f: T = lambda: x\nf", "x", "T"),
+        ("def f(a: A, *b: B, **c: C) -> D: pass", "", "A B C D"),
+    ],
 )
-def test_a_class_body_runs_at_once_and_its_methods_with_its_name(
-    source: str, needed: str, maybe: str
+def test_annotations_are_needed_unless_they_are_evaluated_later(
+    source: str, needed: str, annotations: str
 ) -> None:
-    """A method does not see the names of its class."""
-    assert wanted(source) == (needed, maybe)
+    """As they are from Python 3.14 on, or with the `__future__` import."""
+    lazily = wanted(f"from __future__ import annotations\n{source}")
+    assert lazily == (needed, annotations)
+    if sys.version_info < (3, 14):
+        assert wanted(source) == (" ".join(sorted(f"{needed} {annotations}".split())), "")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters came with Python 3.12")
@@ -383,22 +338,6 @@ def test_type_parameters_are_seen_inside_only(source: str, needed: str, maybe: s
 def test_magics_and_shell_commands_are_read(cell: str, needed: str, maybe: str) -> None:
     """What IPython fills in is maybe wanted; the body of a `%%time` is code like any other."""
     assert wanted_by_cell(cell) == (needed, maybe)
-
-
-@pytest.mark.parametrize(
-    ("source", "needed", "maybe"),
-    [
-        ("get_ipython().run_cell_magic('time', '', 'y = x')\ny", "x", ""),
-        ("get_ipython().run_cell_magic('capture', 'out', 'y = x')\ny, out", "x", ""),
-        ("get_ipython().run_cell_magic('timeit', '', 'y = x')\ny", "x y", ""),
-        ("get_ipython().run_cell_magic('other', '', 'y = x')\ny", "", "x y"),
-        ("get_ipython().run_line_magic('time', f'{x}')", "get_ipython x", ""),
-        ("get_ipython().ask(x)", "get_ipython x", ""),
-    ],
-)
-def test_a_nested_cell_magic_defines_what_its_body_defines(source: str, needed: str, maybe: str) -> None:
-    """`%%timeit` and `%%prun` define nothing, a magic that is not known might."""
-    assert wanted(source) == (needed, maybe)
 
 
 def test_a_dotted_chain_is_given_whole_where_it_starts_in_the_notebook() -> None:

@@ -8,17 +8,7 @@ import pytest
 from shown_runs import parts_of, returned, run_of
 
 from nblaunch.diagnose import hang
-from nblaunch.protocol.messages import (
-    Exited,
-    FailureRecord,
-    Finishing,
-    FrameRecord,
-    Raised,
-    RunPreempted,
-    Waiting,
-    Where,
-    encode,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, advance, decode_state
 from nblaunch.view.html import render_html
 from nblaunch.view.panel_parts import Drawing, RankNotes
@@ -27,10 +17,12 @@ from nblaunch.view.terminal_view import LiveLines, Terminal
 from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo")
-SAVES, EXITS = (Finishing(rank=1, what=what) for what in ("thread save", "exit functions"))
-BOOM = Raised(rank=1, failure=FailureRecord(type="builtins.ValueError", message="boom", exitcode=1, time=2.0))
+SAVES, EXITS = (wire.Finishing(rank=1, what=what) for what in ("thread save", "exit functions"))
+BOOM = wire.Raised(
+    rank=1, failure=wire.FailureRecord(type="builtins.ValueError", message="boom", exitcode=1, time=2.0)
+)
 SAID = "interrupted 3 s ago, still at cell line 2: torch.linalg.svd(a)"
-WAITED, LATER = (Waiting(ranks={1: said}) for said in (SAID, SAID.replace("3 s", "4 s")))
+WAITED, LATER = (wire.Waiting(ranks={1: said}) for said in (SAID, SAID.replace("3 s", "4 s")))
 WHY = "slurm job 7 is near its time limit"
 
 
@@ -43,9 +35,12 @@ def status_of(*messages):
     [
         ([(SAVES,), (SAVES, EXITS)], ["is finishing: thread save", "is finishing: exit functions"]),
         ([(SAVES,), (SAVES, returned(1))], ["is finishing: thread save", None]),
-        ([(BOOM, SAVES), (BOOM, Exited(rank=1, exitcode=1, time=3.0))], ["is finishing: thread save", None]),
+        (
+            [(BOOM, SAVES), (BOOM, wire.Exited(rank=1, exitcode=1, time=3.0))],
+            ["is finishing: thread save", None],
+        ),
         ([(WAITED,), (LATER,)], [f"{SAID}; {AGAIN}", f"{SAID.replace('3 s', '4 s')}; {AGAIN}"]),
-        ([(WAITED,), (WAITED, Waiting(ranks={}))], [f"{SAID}; {AGAIN}", None]),
+        ([(WAITED,), (WAITED, wire.Waiting(ranks={}))], [f"{SAID}; {AGAIN}", None]),
     ],
     ids=["finishes", "finished", "failed", "waited for", "no longer"],
 )
@@ -72,10 +67,10 @@ def test_what_stays_in_the_notebook_does_not_depend_on_it():
 
 
 def test_a_report_says_what_each_rank_finishes_and_where_it_runs_the_users_code():
-    library = FrameRecord("/usr/lib/python3.11/threading.py", 9, "join", "self._wait()")
-    own = FrameRecord("Cell In[1]", 3, "bye", "time.sleep(9)")
+    library = wire.FrameRecord("/usr/lib/python3.11/threading.py", 9, "join", "self._wait()")
+    own = wire.FrameRecord("Cell In[1]", 3, "bye", "time.sleep(9)")
     frames = {0: (library,), 1: (library, own), 2: (library,)}
-    answers = {rank: Where(rank=rank, frames=found) for rank, found in frames.items()}
+    answers = {rank: wire.Where(rank=rank, frames=found) for rank, found in frames.items()}
     report = hang.report(answers, finishing={0: "thread save", 1: "exit functions"})
     assert [each.headline for each in report.groups] == [
         "finishing: thread save",
@@ -90,8 +85,8 @@ def test_a_report_says_what_each_rank_finishes_and_where_it_runs_the_users_code(
 @pytest.fixture
 def preempted():
     """Give the state of a run of which rank 0 had its value."""
-    ended = Exited(rank=1, exitcode=1, time=3.0, expected=True)
-    return run_of(2, returned(0, "7"), RunPreempted(why=WHY), ended)
+    ended = wire.Exited(rank=1, exitcode=1, time=3.0, expected=True)
+    return run_of(2, returned(0, "7"), wire.RunPreempted(why=WHY), ended)
 
 
 def test_a_run_whose_nodes_were_taken_back_is_shown_as_that_in_all_views(preempted):
@@ -106,14 +101,14 @@ def test_a_run_whose_nodes_were_taken_back_is_shown_as_that_in_all_views(preempt
     for shown in (page, parts["failure"]):
         assert f"preempted: {WHY}" in shown
         assert "Root cause" not in shown
-    assert decode_state(encode(preempted)).summary == preempted.summary, "in another process, too"
+    assert decode_state(wire.encode(preempted)).summary == preempted.summary, "in another process, too"
 
 
 def test_a_live_panel_says_at_once_that_the_nodes_are_taken_back():
     """The ranks may save for two minutes."""
     drawing, running = Drawing(HEADER, 0.0), RunState.fresh(2)
     drawing.changes(running, 0.5)
-    news = drawing.changes(advance(running, RunPreempted(why=WHY)), 1.0)
+    news = drawing.changes(advance(running, wire.RunPreempted(why=WHY)), 1.0)
     assert news is not None
     assert f"warning: preempted: {WHY}" in str(news["parts"]["failure"])
     assert "INIT</span>" in drawing.whole(1.0)["parts"]["head"]

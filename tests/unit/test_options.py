@@ -11,7 +11,6 @@ import pickle
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -26,17 +25,18 @@ from nblaunch.options.kinds import LONGEST_SECONDS, EnvironmentVariables
 from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions, within
 from nblaunch.options.table import TITLES, Option, Scope, nearest
 
+SWITCHES = ("fresh", "background", "detach", "profile", "here", "sync_env")
+SWITCHES_OF_TORCHRUN = ("virtual_local_rank", "module", "no_python", "run_path")
 # name: (text on a line or in a variable, the value it means, another text, its value)
 SAMPLES: dict[str, tuple[str, object, str, object]] = {
+    **dict.fromkeys(SWITCHES, ("true", True, "false", False)),
+    **dict.fromkeys(SWITCHES_OF_TORCHRUN, ("1", True, "0", False)),
     "nproc_per_node": ("4", 4, "gpu", "gpu"),
     "backend": ("gloo", "gloo", "cpu:gloo,cuda:nccl-legacy", "cpu:gloo,cuda:nccl-legacy"),
     "init_process_group": ("true", False, "false", True),
     "out": ("results", "results", "other", "other"),
     "session": ("small", "small", "other", "other"),
-    "fresh": ("true", True, "false", False),
-    "background": ("true", True, "false", False),
     "export": ("train.py", "train.py", "runs/go.py", "runs/go.py"),
-    "detach": ("true", True, "false", False),
     "linger": ("8h", 28_800.0, "90", 90.0),
     "restore": ("job7", "job7", "8", "8"),
     "save_every": ("10m", 600.0, "90", 90.0),
@@ -46,7 +46,6 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "timeout": ("60", 60.0, "1.5", 1.5),
     "grace": ("0", 0.0, "2", 2.0),
     "hang_after": ("30", 30.0, "0.5", 0.5),
-    "profile": ("true", True, "false", False),
     "profile_steps": ("3:8", (3, 8), "0:0", (0, 0)),
     "watch": ("nan", ("nan",), "desync:warn,nan", ("nan", "desync:warn")),
     "max_restarts": ("3", 3, "0", 0),
@@ -68,14 +67,11 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "local_addr": ("10.0.0.2", "10.0.0.2", "node-1.cluster", "node-1.cluster"),
     "on": ("slurm", "slurm", "ssh=h1,ann@h2:2222", "ssh=h1,ann@h2:2222"),
     "slurm": ("'-p gpu -t 30'", "-p gpu -t 30", "--exclusive", "--exclusive"),
-    "here": ("true", True, "false", False),
     "node_python": ("/opt/py/bin/python", "/opt/py/bin/python", "python3", "python3"),
-    "sync_env": ("true", True, "false", False),
     "queue_timeout": ("8h", 28_800.0, "90", 90.0),
     "node_timeout": ("5", 5.0, "60", 60.0),
     "start_method": ("spawn", "spawn", "fork", "fork"),
     "numa_binding": ("node", "node", "core-complex", "core-complex"),
-    "virtual_local_rank": ("1", True, "0", False),
     "signals_to_handle": ("SIGTERM", "SIGTERM", "SIGTERM,SIGUSR1", "SIGTERM,SIGUSR1"),
     "event_log_handler": ("console", "console", "null", "null"),
     "redirects": ("3", "3", "0:1,1:2", "0:1,1:2"),
@@ -85,22 +81,18 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "duplicate_stdout_filters": ("loss", ("loss",), "loss,step", ("loss", "step")),
     "duplicate_stderr_filters": ("error", ("error",), "a,b", ("a", "b")),
     "log_line_prefix_template": ("${rank}:", "${rank}:", "[$role_name]", "[$role_name]"),
-    "module": ("1", True, "0", False),
-    "no_python": ("1", True, "0", False),
-    "run_path": ("1", True, "0", False),
     "pull": ("loss", ("loss",), "loss,model", ("loss", "model")),
 }
 
 WRONG: dict[str, list[object]] = {
+    **{name: [0, 1, "no", None] for name in (*SWITCHES, *SWITCHES_OF_TORCHRUN)},
+    "init_process_group": [0, 1, "no", None],
+    "standalone": [0, 1, "yes", None],
     "nproc_per_node": [0, -1, True, False, None, 2.0, "many", "2", "", math.nan, 4097, 10**5000],
     "backend": ["", "nc cl", "cpu:", ":gloo", "cpu:gloo,", "gloo,nccl", "cpu:gloo,cpu:nccl", 1, True, None],
-    "init_process_group": [0, 1, "no", None],
     "out": ["", "a b", "1a", "class", "None", "a.b", 3, True],
     "session": ["", "a b", "1a", "class", 3, True],
-    "fresh": [0, 1, "no", None],
-    "background": [0, 1, "no", None],
     "export": ["", "train", "a\nb.py", ".py", "\0.py", 3, True, "~no such user/train.py"],
-    "detach": [0, 1, "no", None],
     "linger": [0, -1, True, None, "", "h", "8 weeks", "-1h", "0s", "1h30m", "60", math.inf, math.nan],
     "restore": ["", "a\nb", 3, True],
     "save_every": [0, -1, True, "", "m", "-1m", "0s", "60", math.inf, math.nan],
@@ -111,7 +103,6 @@ WRONG: dict[str, list[object]] = {
     "timeout": [0, -1, math.nan, math.inf, -math.inf, True, "60", LONGEST_SECONDS * 2, 10**400, 1j, []],
     "grace": [-0.1, math.nan, math.inf, True, None, "5", 10**400],
     "hang_after": [0, -1, math.nan, True, "5"],
-    "profile": ["yes", 1, None],
     "profile_steps": ["8:3", "3", "3:", (1,), (1, 2, 3), (-1, 2), (True, 2), 3],
     "watch": ["", "inf", "nan:stop", "nan,nan:warn", ("nan", 1), True, None],
     "max_restarts": [-1, 1.0, True, None, "1", 2**31, math.inf],
@@ -120,7 +111,6 @@ WRONG: dict[str, list[object]] = {
     "log_dir": ["", "a\0b", "\ud800", 3, True, b"runs", "x" * 300, "~no such user/runs"],
     "metrics_file": ["", "a\0b", "\ud800", 3, True, b"m", "/", "runs/", "~no such user/m.jsonl"],
     "shutdown_timeout": [0, -1, 1.5, True, None, "5", 2**31],
-    "standalone": [0, 1, "yes", None],
     "nnodes": [0, -1, True, None, "", "2:1", "0:1", "1:2:3", "a", 10**9, "1,2"],
     "rdzv_backend": ["", "a\nb", 3, None],
     "rdzv_endpoint": ["a b", ":1", "host:", "host:99999", "host:x", 3, None, "-host", "a:1:2"],
@@ -134,14 +124,11 @@ WRONG: dict[str, list[object]] = {
     "on": ["", "slrum", "slurm=x", "process=2", "join=", "ssh", "ssh=", "ssh=a,", "ssh=-oX", "ssh=a@-b",
            "ssh=a b", "ssh=a:99999", "ray=", "ray=h:1", "ray=ray://h", "ray=ray://h:99999", 3, True],
     "slurm": ["a\nb", "'a", 3, None],
-    "here": [0, 1, "yes", None],
     "node_python": ["", "-x", "a\nb", 3, True],
-    "sync_env": [0, 1, "yes", None],
     "queue_timeout": [0, -1, math.nan, math.inf, True, "5 weeks"],
     "node_timeout": [0, -1, math.nan, math.inf, True, None, "5"],
     "start_method": ["", "Spawn", "thread", 3, None],
     "numa_binding": ["", "nodes", 3, True],
-    "virtual_local_rank": [0, 1, "yes", None],
     "signals_to_handle": ["", "TERM", "SIGTERM,", "SIGTERM SIGINT", 15, None],
     "event_log_handler": ["", "a\nb", 3, None],
     "redirects": ["", "4", "0:4", "a", "0:1,0:2", "0:1,", -1, 4, True, None],
@@ -151,9 +138,6 @@ WRONG: dict[str, list[object]] = {
     "duplicate_stdout_filters": ["a", [""], [3], ["a,b"], None, 3],
     "duplicate_stderr_filters": ["a", [""], ["a\n"], ["a,b"], None, 3],
     "log_line_prefix_template": ["a\n", "\0", None, 3],
-    "module": [0, 1, "yes", None],
-    "no_python": [0, 1, "yes", None],
-    "run_path": [0, 1, "yes", None],
     "pull": ["", "a b", "1a", "class", "a,", "a.b", 3, None, [3], ["a b"], [[]]],
 }  # fmt: skip
 
@@ -190,17 +174,17 @@ def _id(argument: object) -> str:
 # The table
 
 
-def test_nothing_given_means_the_documented_defaults() -> None:
+def test_nothing_given_means_the_documented_defaults():
     """The defaults themselves stand in the documentation, which `test_readme.py` compares."""
     for options in (LaunchOptions(), LaunchOptions.from_keywords(), parse_line("").options):
         assert all(_value(options, each.name) == each.default for each in OPTIONS)
 
 
-def test_every_option_has_a_sample_and_a_wrong_value_in_these_tests() -> None:
+def test_every_option_has_a_sample_and_a_wrong_value_in_these_tests():
     assert set(SAMPLES) == set(WRONG) == {option.name for option in OPTIONS}
 
 
-def test_no_spelling_means_two_options() -> None:
+def test_no_spelling_means_two_options():
     spellings = [spelling for option in OPTIONS for spelling in option.spellings]
     keywords = [keyword for option in OPTIONS for keyword in option.keywords]
     assert len(set(spellings)) == len(spellings)
@@ -215,7 +199,7 @@ ADDED = {
 """Options that torchrun does not have in torch 2.8, with the first torch seen that has them."""
 
 
-def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike() -> None:
+def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike():
     """An option that a newer torch adds fails this test."""
     run = pytest.importorskip("torch.distributed.run")
     ours = {option.name: option for option in OPTIONS}
@@ -241,7 +225,7 @@ def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike() -> 
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=_id)
-def test_every_spelling_takes_its_value_after_a_space_or_an_equals_sign(option: Any) -> None:
+def test_every_spelling_takes_its_value_after_a_space_or_an_equals_sign(option):
     text, value, *_ = SAMPLES[option.name]
     for spelling in option.spellings:
         assert _value(parse_line(f"{spelling}={text}", script=True).options, option.name) == value
@@ -250,24 +234,26 @@ def test_every_spelling_takes_its_value_after_a_space_or_an_equals_sign(option: 
 
 
 @pytest.mark.parametrize(
-    "line", ["-n2", "-n 2", "-n=2", "--nproc 2", "--nproc-per-node=2", "--nproc_per_node 2"]
+    ("line", "value"),
+    [
+        *(
+            (line, 2)
+            for line in ("-n2", "-n 2", "-n=2", "--nproc 2", "--nproc-per-node=2", "--nproc_per_node 2")
+        ),
+        *((line, "gpu") for line in ("-ngpu", "-n gpu", "-n auto -n gpu")),
+    ],
 )
-def test_the_number_of_ranks_is_written_as_with_torchrun_and_shorter(line: str) -> None:
-    assert parse_line(line).options == LaunchOptions(nproc_per_node=2)
+def test_the_number_of_ranks_is_written_as_with_torchrun_and_shorter(line, value):
+    assert parse_line(line).options == LaunchOptions(nproc_per_node=value)
 
 
-@pytest.mark.parametrize("line", ["-ngpu", "-n gpu", "-n auto -n gpu"])
-def test_the_number_of_ranks_can_be_a_word(line: str) -> None:
-    assert parse_line(line).options.nproc_per_node == "gpu"
-
-
-def test_switches_need_no_value() -> None:
+def test_switches_need_no_value():
     options = parse_line("--no-init --standalone").options
     assert (options.init_process_group, options.standalone) == (False, True)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=_id)
-def test_of_an_option_given_twice_the_last_counts(option: Any) -> None:
+def test_of_an_option_given_twice_the_last_counts(option):
     first, _, last, value = SAMPLES[option.name]
     for early in option.spellings:
         for late in option.spellings:
@@ -275,12 +261,12 @@ def test_of_an_option_given_twice_the_last_counts(option: Any) -> None:
             assert _value(parse_line(line, script=True).options, option.name) == value
 
 
-def test_environment_variables_add_up() -> None:
+def test_environment_variables_add_up():
     options = parse_line("--env A=1 --env=B=x=y --env A=2 --env 'C=a b'").options
     assert dict(options.env) == {"A": "2", "B": "x=y", "C": "a b"}
 
 
-def test_names_to_pull_add_up_each_once() -> None:
+def test_names_to_pull_add_up_each_once():
     assert parse_line("--pull a,b --pull=c --pull a", script=True).options.pull == ("a", "b", "c")
     assert LaunchOptions.from_keywords(script=True, pull="a,b").pull == ("a", "b")
 
@@ -305,7 +291,7 @@ def test_names_to_pull_add_up_each_once() -> None:
         ("--role a\\", None),
     ],
 )
-def test_a_line_is_split_as_a_shell_splits_it(line: str, role: str | None) -> None:
+def test_a_line_is_split_as_a_shell_splits_it(line, role):
     if role is None:
         with pytest.raises(OptionError):
             parse_line(line)
@@ -314,7 +300,7 @@ def test_a_line_is_split_as_a_shell_splits_it(line: str, role: str | None) -> No
 
 
 @pytest.mark.parametrize("line", ["-h", "--help", "-n 2 --help", "-h --no-such-option", "--timeout x -h"])
-def test_help_is_wanted_and_nothing_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_wanted_and_nothing_is_printed(line, capsys):
     parsed = parse_line(line)
     assert parsed.help_wanted
     assert parsed.options == LaunchOptions()
@@ -322,7 +308,7 @@ def test_help_is_wanted_and_nothing_is_printed(line: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("line", ["4", "-n 2 4", "x", "-n 2 --timeout 3 -- x", "''", "-"])
-def test_a_cell_magic_takes_no_words_besides_options(line: str) -> None:
+def test_a_cell_magic_takes_no_words_besides_options(line):
     with pytest.raises(OptionError, match="only options can stand here"):
         parse_line(line)
 
@@ -337,7 +323,7 @@ def test_a_cell_magic_takes_no_words_besides_options(line: str) -> None:
         ("-n 2 'my file.py' # really", ("my file.py",)),
     ],
 )
-def test_where_words_are_taken_the_first_one_ends_the_options(line: str, rest: tuple[str, ...]) -> None:
+def test_where_words_are_taken_the_first_one_ends_the_options(line, rest):
     parsed = parse_line(line, positional=True)
     assert parsed.rest == rest
     assert not parsed.help_wanted
@@ -345,7 +331,7 @@ def test_where_words_are_taken_the_first_one_ends_the_options(line: str, rest: t
 
 
 @pytest.mark.parametrize("line", ["--timeout", "--timeout --grace 3", "-n", "--env", "-n 2 --role -h"])
-def test_an_option_without_its_value_says_what_the_value_is(line: str) -> None:
+def test_an_option_without_its_value_says_what_the_value_is(line):
     with pytest.raises(OptionError, match="needs a value"):
         parse_line(line)
 
@@ -360,12 +346,12 @@ def test_an_option_without_its_value_says_what_the_value_is(line: str) -> None:
         ("--timeout 3 --timeout -h", "--timeout "),
     ],
 )
-def test_of_several_mistakes_on_a_line_the_first_is_named(line: str, named: str) -> None:
+def test_of_several_mistakes_on_a_line_the_first_is_named(line, named):
     with pytest.raises(OptionError, match=f"^{named}was asked for, but "):
         parse_line(line)
 
 
-def test_a_name_that_ipython_did_not_fill_in_is_explained() -> None:
+def test_a_name_that_ipython_did_not_fill_in_is_explained():
     for text in ("$gpus", "{gpus}"):
         with pytest.raises(OptionError, match="every name on the line exists"):
             parse_line(f"-n {text}")
@@ -379,7 +365,7 @@ def test_a_name_that_ipython_did_not_fill_in_is_explained() -> None:
 @example(line="-n" + "9" * 5000, positional=False)
 @example(line="--timeout 1e999", positional=False)
 @example(line="--log-dir " + "x" * 5000, positional=True)
-def test_any_line_either_means_options_or_is_an_option_error(line: str, *, positional: bool) -> None:
+def test_any_line_either_means_options_or_is_an_option_error(line, *, positional):
     with contextlib.suppress(OptionError):
         parsed = parse_line(line, positional=positional)
         assert isinstance(parsed.options, LaunchOptions)
@@ -419,7 +405,7 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
 
 
 @given(st.fixed_dictionaries({}, optional=_kinds))
-def test_options_written_as_a_line_are_read_back_the_same(values: dict[str, Any]) -> None:
+def test_options_written_as_a_line_are_read_back_the_same(values):
     options = LaunchOptions(**values)
     line = options.to_line()
     assert parse_line(line, script=True).options == options
@@ -429,7 +415,7 @@ def test_options_written_as_a_line_are_read_back_the_same(values: dict[str, Any]
 
 
 @given(st.fixed_dictionaries({}, optional=_kinds))
-def test_a_value_in_its_final_form_stays_as_it_is(values: dict[str, Any]) -> None:
+def test_a_value_in_its_final_form_stays_as_it_is(values):
     once = LaunchOptions(**values)
     again = dataclasses.replace(once)
     assert again == once
@@ -438,7 +424,7 @@ def test_a_value_in_its_final_form_stays_as_it_is(values: dict[str, Any]) -> Non
     }
 
 
-def test_a_line_holds_only_what_is_not_the_default_in_torchruns_spelling() -> None:
+def test_a_line_holds_only_what_is_not_the_default_in_torchruns_spelling():
     assert LaunchOptions().to_line() == ""
     options = LaunchOptions(
         nproc_per_node=2,
@@ -455,7 +441,7 @@ def test_a_line_holds_only_what_is_not_the_default_in_torchruns_spelling() -> No
 
 
 @pytest.mark.parametrize("option", [*OF_RUN, *OF_SESSION], ids=_id)
-def test_every_keyword_takes_its_value(option: Any) -> None:
+def test_every_keyword_takes_its_value(option):
     _, value, _, other = SAMPLES[option.name]
     for keyword in option.keywords:
         for each in (value, other):
@@ -463,19 +449,19 @@ def test_every_keyword_takes_its_value(option: Any) -> None:
             assert _value(options, option.name) == each
 
 
-def test_nproc_and_nproc_per_node_together_are_refused() -> None:
+def test_nproc_and_nproc_per_node_together_are_refused():
     with pytest.raises(OptionError, match=r"nproc_per_node= and nproc= .* same option"):
         LaunchOptions.from_keywords(nproc=2, nproc_per_node=2)
 
 
-def test_out_belongs_to_the_magic() -> None:
+def test_out_belongs_to_the_magic():
     assert parse_line("--out results").options.out == "results"
     with pytest.raises(OptionError, match=r"only a magic has this option \(--out\)"):
         LaunchOptions.from_keywords(out="results")
 
 
 @pytest.mark.parametrize("name", ["module", "no_python", "run_path", "pull"])
-def test_only_a_script_has_the_options_of_a_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_script_has_the_options_of_a_script(name, monkeypatch):
     with pytest.raises(OptionError, match=f"^{name}= was asked for, but only a script has this option"):
         LaunchOptions.from_keywords(**{name: True})
     with pytest.raises(OptionError, match="no such option"):
@@ -494,7 +480,7 @@ def test_only_a_script_has_the_options_of_a_script(name: str, monkeypatch: pytes
         (1.5, 1.5, "1.5"),
     ],
 )
-def test_a_duration_may_have_a_unit(text: object, seconds: float, line: str) -> None:
+def test_a_duration_may_have_a_unit(text, seconds, line):
     options = LaunchOptions.from_keywords(of_session=True, linger=text)
     assert (options.linger, options.to_line()) == (seconds, f"--linger={line}")
 
@@ -503,14 +489,14 @@ SESSION: Any = SimpleNamespace(name="default", world_size=2, options=LaunchOptio
 
 
 @pytest.mark.parametrize("option", OF_THE_GROUP, ids=_id)
-def test_what_is_decided_with_a_session_cannot_be_changed_by_a_cell(option: Any) -> None:
+def test_what_is_decided_with_a_session_cannot_be_changed_by_a_cell(option):
     asked = parse_line(f"{option.flags[0]}={SAMPLES[option.name][0]}").options
     with pytest.raises(OptionError, match=rf"^{option.flags[0]} .* session 'default' .* --fresh"):
         check_cell_options(SESSION, asked)
 
 
 @pytest.mark.parametrize("name", sorted(OF_A_CELL))
-def test_what_belongs_to_a_job_each_cell_of_a_session_decides(name: str) -> None:
+def test_what_belongs_to_a_job_each_cell_of_a_session_decides(name):
     option = next(each for each in OPTIONS if each.name == name)
     text, value, *_ = SAMPLES[name]
     asked = parse_line(f"{option.flags[0]}={text}").options
@@ -519,7 +505,7 @@ def test_what_belongs_to_a_job_each_cell_of_a_session_decides(name: str) -> None
 
 
 @pytest.mark.parametrize(("name", "value"), ALL_WRONG, ids=_id)
-def test_a_wrong_value_is_refused_by_name_however_it_is_given(name: str, value: object) -> None:
+def test_a_wrong_value_is_refused_by_name_however_it_is_given(name, value):
     wrong: dict[str, Any] = {name: value}
     with pytest.raises(OptionError, match=f"^{name}=.* was asked for, but ") as caught:
         LaunchOptions(**wrong)
@@ -552,13 +538,13 @@ def test_a_wrong_value_is_refused_by_name_however_it_is_given(name: str, value: 
         ("--timeout x --timeout 3", "--timeout x "),
     ],
 )
-def test_a_wrong_value_on_a_line_is_named_as_it_was_spelled(line: str, named: str) -> None:
+def test_a_wrong_value_on_a_line_is_named_as_it_was_spelled(line, named):
     with pytest.raises(OptionError) as caught:
         parse_line(line)
     assert str(caught.value).startswith(f"{named}was asked for, but it takes ")
 
 
-def test_an_error_says_what_was_asked_what_is_true_and_what_to_do() -> None:
+def test_an_error_says_what_was_asked_what_is_true_and_what_to_do():
     with pytest.raises(OptionError) as caught:
         LaunchOptions.from_keywords(nproc=0)
     assert str(caught.value) == (
@@ -567,7 +553,7 @@ def test_an_error_says_what_was_asked_what_is_true_and_what_to_do() -> None:
     )
 
 
-def test_a_value_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_is_checked_once(monkeypatch):
     checked: list[str] = []
     check = Option.check
 
@@ -580,14 +566,14 @@ def test_a_value_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked == ["nproc", "timeout"]
 
 
-def test_numbers_of_other_libraries_are_taken() -> None:
+def test_numbers_of_other_libraries_are_taken():
     numpy = pytest.importorskip("numpy")
     options = LaunchOptions.from_keywords(nproc=numpy.int64(2), timeout=numpy.float32(1.5))
     assert (type(options.nproc_per_node), type(options.timeout)) == (int, float)
     assert options == LaunchOptions(nproc_per_node=2, timeout=1.5)
 
 
-def test_a_backend_is_kept_in_lower_case() -> None:
+def test_a_backend_is_kept_in_lower_case():
     assert LaunchOptions(backend="CPU:Gloo,cuda:NCCL").backend == "cpu:gloo,cuda:nccl"
 
 
@@ -599,18 +585,18 @@ def test_a_backend_is_kept_in_lower_case() -> None:
     ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
      "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_X"],
 )  # fmt: skip
-def test_what_torchelastic_sets_cannot_be_set(name: str) -> None:
+def test_what_torchelastic_sets_cannot_be_set(name):
     for ask in (lambda: LaunchOptions(env={name: "1"}), lambda: parse_line(f"--env {name}=1")):
         with pytest.raises(OptionError, match=f"torchelastic itself sets '{name}' in every rank"):
             ask()
 
 
-def test_variables_that_only_look_like_torchelastics_can_be_set() -> None:
+def test_variables_that_only_look_like_torchelastics_can_be_set():
     env = {"MY_RANK": "1", "rank": "2", "OMP_NUM_THREADS": "3", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     assert LaunchOptions(env=env).env == env
 
 
-def test_the_environment_is_a_copy_that_nobody_can_change() -> None:
+def test_the_environment_is_a_copy_that_nobody_can_change():
     given_env = {"A": "1"}
     options = LaunchOptions(env=given_env)
     given_env["A"] = "2"
@@ -621,7 +607,7 @@ def test_the_environment_is_a_copy_that_nobody_can_change() -> None:
     assert LaunchOptions(env={"A": "1", "B": "2"}) == LaunchOptions(env={"B": "2", "A": "1"})
 
 
-def test_values_of_the_environment_are_never_shown() -> None:
+def test_values_of_the_environment_are_never_shown():
     secret = "hunter2"  # noqa: S105  a secret is what this is about
     options = LaunchOptions(env={"KEY": secret})
     assert secret not in repr(options)
@@ -641,21 +627,19 @@ def test_values_of_the_environment_are_never_shown() -> None:
 # Directories
 
 
-def test_a_log_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_log_directory_that_is_a_file_is_refused(tmp_path):
     file = tmp_path / "file"
     file.touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for occupied in (file, str(file), file / "below", tmp_path / "dangling"):
         with pytest.raises(OptionError, match="is there and is no directory"):
-            LaunchOptions(log_dir=occupied)  # type: ignore[arg-type]  # a path-like is taken as well
+            LaunchOptions(log_dir=occupied)  # a path-like is taken as well
     assert LaunchOptions.from_keywords(log_dir=tmp_path).log_dir == str(tmp_path)
     assert LaunchOptions(log_dir=str(tmp_path / "new" / "one")).log_dir == str(tmp_path / "new" / "one")
     assert LaunchOptions(log_dir="deep/" * 500).log_dir == "deep/" * 500
 
 
-def test_a_tilde_in_a_log_directory_is_the_home_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_in_a_log_directory_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert parse_line("--log-dir ~/runs").options.log_dir == str(tmp_path / "runs")
     assert LaunchOptions(log_dir="./~").log_dir == "./~"
@@ -666,9 +650,9 @@ def test_a_tilde_in_a_log_directory_is_the_home_directory(
 
 @pytest.mark.parametrize("option", WITH_VARIABLE, ids=_id)
 def test_an_explicit_option_beats_its_variable_which_beats_the_default(
-    option: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    option,
+    monkeypatch,
+):
     text, value, explicit_text, explicit = SAMPLES[option.name]
     assert option.variable == f"PET_{option.name.upper()}"
     monkeypatch.setenv(option.variable, text)
@@ -695,9 +679,7 @@ def test_an_explicit_option_beats_its_variable_which_beats_the_default(
         ("PET_STANDALONE", "maybe"),
     ],
 )
-def test_a_wrong_variable_is_named_unless_the_option_is_given(
-    variable: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_variable_is_named_unless_the_option_is_given(variable, text, monkeypatch):
     monkeypatch.setenv(variable, text)
     for ask in (LaunchOptions.from_keywords, lambda: parse_line("")):
         with pytest.raises(OptionError, match=f"^{variable}="):
@@ -731,7 +713,7 @@ def test_a_wrong_variable_is_named_unless_the_option_is_given(
         ("nproc=3", "--nproc"),
     ],
 )
-def test_an_unknown_option_names_the_nearest_one(line: str, right: str) -> None:
+def test_an_unknown_option_names_the_nearest_one(line, right):
     with pytest.raises(OptionError) as caught:
         parse_line(line)
     assert str(caught.value).endswith(f"Did you mean {right}?")
@@ -750,7 +732,7 @@ def test_an_unknown_option_names_the_nearest_one(line: str, right: str) -> None:
         ("logdir", "log_dir="),
     ],
 )
-def test_an_unknown_keyword_names_the_nearest_one(keyword: str, right: str) -> None:
+def test_an_unknown_keyword_names_the_nearest_one(keyword, right):
     with pytest.raises(OptionError) as caught:
         LaunchOptions.from_keywords(**{keyword: True})
     assert str(caught.value) == (
@@ -758,7 +740,7 @@ def test_an_unknown_keyword_names_the_nearest_one(keyword: str, right: str) -> N
     )
 
 
-def test_where_nothing_is_near_all_options_are_listed_once() -> None:
+def test_where_nothing_is_near_all_options_are_listed_once():
     with pytest.raises(OptionError) as on_line:
         parse_line("--xyzzy")
     with pytest.raises(OptionError) as in_python:
@@ -768,7 +750,7 @@ def test_where_nothing_is_near_all_options_are_listed_once() -> None:
 
 
 @given(st.data())
-def test_one_slip_in_a_long_name_still_finds_it(data: st.DataObject) -> None:
+def test_one_slip_in_a_long_name_still_finds_it(data):
     flags = [spelling for option in OPTIONS for spelling in option.spellings if len(spelling) > 6]
     flag = data.draw(st.sampled_from(flags))
     place = data.draw(st.integers(2, len(flag) - 1))
@@ -780,7 +762,7 @@ def test_one_slip_in_a_long_name_still_finds_it(data: st.DataObject) -> None:
 # Documentation and completion
 
 
-def test_the_help_names_every_option() -> None:
+def test_the_help_names_every_option():
     text = options_help("%distributed run", script=True)
     for option in OPTIONS:
         assert option.help in text
@@ -794,7 +776,7 @@ SCREEN = (40, 100)
 """Lines and characters of a notebook's pager, or a terminal that somebody has made larger."""
 
 
-def test_the_question_mark_fits_a_screen_and_names_every_option_by_use() -> None:
+def test_the_question_mark_fits_a_screen_and_names_every_option_by_use():
     text = options_on_a_screen("%%distributed")
     lines = text.splitlines()
     assert len(lines) <= SCREEN[0]
@@ -807,7 +789,7 @@ def test_the_question_mark_fits_a_screen_and_names_every_option_by_use() -> None
     assert daily[0].name == "nproc_per_node"
 
 
-def test_the_long_help_has_the_groups_in_the_same_order() -> None:
+def test_the_long_help_has_the_groups_in_the_same_order():
     text = options_help("%%distributed")
     titles = [title for title in ("Every day", *TITLES.values()) if f"\n{title}:" in text]
     assert titles == [title for title in ("Every day", *TITLES.values()) if title != "Scripts"]
@@ -834,19 +816,19 @@ def test_the_long_help_has_the_groups_in_the_same_order() -> None:
         ("-np --timeout 3", "mpirun's; here it is -n N."),
     ],
 )
-def test_what_other_launchers_call_it_is_translated(line: str, here: str) -> None:
+def test_what_other_launchers_call_it_is_translated(line, here):
     with pytest.raises(OptionError) as refused:
         parse_line(line)
     assert str(refused.value).endswith(f"That is {here}")
     assert "hidden" not in str(refused.value)
 
 
-def test_a_keyword_of_another_launcher_is_translated() -> None:
+def test_a_keyword_of_another_launcher_is_translated():
     with pytest.raises(OptionError, match="That is accelerate's; here it is nproc="):
         LaunchOptions.from_keywords(num_processes=2)
 
 
-def test_no_spelling_of_another_launcher_is_one_of_ours() -> None:
+def test_no_spelling_of_another_launcher_is_one_of_ours():
     """It would never be translated, or mean two things."""
     ours = {spelling for each in OPTIONS for spelling in each.spellings}
     foreign = [entry.split(" ")[1] for each in OPTIONS for entry in each.foreign]
@@ -877,10 +859,10 @@ def _completions() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("text", "completions"), list(_completions()))
-def test_completion_offers_options_and_choices(text: str, completions: list[str]) -> None:
+def test_completion_offers_options_and_choices(text, completions):
     assert option_completions(text) == completions
 
 
 @given(st.text())
-def test_completion_never_raises(text: str) -> None:
+def test_completion_never_raises(text):
     option_completions(text)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,22 +96,6 @@ def test_a_new_attempt_begins_with_an_empty_page():
     told = Told()
     told.tell({0: [(0, "a")]})
     assert told.tell({0: [(0, "b")]}, attempt=1) == [("0", "b")]
-
-
-def test_whatever_arrives_when_each_rank_has_its_lines_in_order():
-    chance = random.Random(7)
-    for _ in range(200):
-        ranks = [[chance.choice(["a", "b", "c", "", f"{rank}"]) for _ in range(12)] for rank in range(4)]
-        told, sent = Told(), [0] * 4
-        while any(done < 12 for done in sent):
-            tick = {}
-            for rank, lines in enumerate(ranks):
-                cut = min(sent[rank] + chance.randint(0, 4), 12)
-                tick[rank] = list(enumerate(lines))[sent[rank] : cut]
-                sent[rank] = cut
-            told.tell(tick)
-        for rank, lines in enumerate(ranks):
-            assert told.page.of(rank) == lines
 
 
 @given(st.randoms(use_true_random=False))

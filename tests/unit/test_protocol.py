@@ -323,17 +323,8 @@ def test_a_rank_that_says_hello_with_the_token_is_heard_and_can_be_told(hub, gro
         (wire.encode(hello(attempt=0)), "did not say hello"),
     ],
     ids=[
-        "garbage",
-        "pickle",
-        "nested",
-        "lie",
-        "truncated",
-        "no-hello",
-        "token",
-        "no-token",
-        "text",
-        "rank",
-        "attempt",
+        *("garbage", "pickle", "nested", "lie", "truncated", "no-hello"),
+        *("token", "no-token", "text", "rank", "attempt"),
     ],
 )
 def test_a_stranger_is_refused_and_told_of_once(  # noqa: PLR0913, PLR0917 - four are fixtures
@@ -353,13 +344,8 @@ def test_a_stranger_is_refused_and_told_of_once(  # noqa: PLR0913, PLR0917 - fou
 @pytest.mark.parametrize(
     "identity",
     [
-        f"{Group.group}/0/0",
-        f"{Group.group}/2/0",
-        "unknown0/1/0",
-        "no-slashes",
-        "a/b/c",
-        "a/1/0/0",
-        "\x00\x01",
+        *(f"{Group.group}/{attempt}/0" for attempt in (0, 2)),
+        *("unknown0/1/0", "no-slashes", "a/b/c", "a/1/0/0", "\x00\x01"),
     ],
 )
 def test_what_is_of_no_present_attempt_is_passed_over(group, connect, eventually, identity):

@@ -272,18 +272,15 @@ def test_a_rank_is_in_the_state_that_its_messages_say(messages, state):
 
 def test_a_rank_that_ends_without_a_value_has_failed_whatever_its_exit_code():
     failure = rank_after(HELLO, STARTED, wire.Exited(rank=0, exitcode=0, time=3.0)).failure
-    assert failure is not None
     assert failure.message == "ended with exit code 0 but returned no value (os._exit?)"
     assert failure.phase is wire.Phase.JOB
     killed = rank_after(HELLO, STARTED, wire.Exited(rank=0, exitcode=-9, time=3.0)).failure
-    assert killed is not None
     assert (killed.message, killed.exitcode, killed.time) == ("was killed by SIGKILL", -9, 3.0)
 
 
 def test_a_reason_that_was_found_for_an_end_is_the_failures():
     exited = wire.Exited(rank=0, exitcode=-9, time=3.0, reason="ran out of memory", details="dmesg")
     failure = rank_after(HELLO, STARTED, exited).failure
-    assert failure is not None
     assert (failure.message, failure.traceback) == ("ran out of memory", "dmesg")
 
 
@@ -318,7 +315,6 @@ def test_a_rank_that_breaks_after_its_value_was_here_is_a_warning():
 
 def test_the_traceback_in_colours_joins_the_failure_that_came_before_it():
     shown = rank_after(HELLO, STARTED, RAISED, wire.Colored(rank=0, text="colours"))
-    assert shown.failure is not None
     assert (shown.failure.colored, shown.failure.message) == ("colours", "boom")
     assert rank_after(HELLO, STARTED, wire.Colored(rank=0, text="colours")).failure is None
 
@@ -545,15 +541,16 @@ def test_clearing_takes_effect_at_once_or_with_the_next_output():
         (["one\n\n  \n"], "one"),
         (["10%\r20%\r30%"], "30%"),
         (["10%\r20%\r\n"], "20%"),
+        (["".join(f"\r{step:3}%|{'#' * 20}|" for step in range(1_000))], f"999%|{'#' * 20}|"),
         (["lo", "ng li", "ne\n"], "long line"),
-        (["x" * 10_000], "x" * 10_000),
+        (["x" * 10_000 + "\r\n"], "x" * 10_000),
         (["first\n" + "x" * 5000, "y\n"], "x" * 5000 + "y"),
     ],
 )
 def test_the_last_line_is_what_a_terminal_would_show_last(pieces, last):
     shown = last_line(put([(wire.Stream.STDOUT, text) for text in pieces]))
     # Of a long line only the end is drawn.
-    assert shown == last or last.endswith(shown.removeprefix("… "))
+    assert shown == last or (shown.startswith("… x") and last.endswith(shown[2:]))
 
 
 def test_a_last_line_that_was_read_whole_is_not_marked_as_cut():

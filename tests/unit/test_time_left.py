@@ -9,22 +9,22 @@ from typing import ClassVar
 import pytest
 from msgspec.structs import replace
 from patience import eventually
+from test_fleet import Hosts, Played
 
 from nblaunch.nodes import asking
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import Allocation, Engine, NodeProgram, NodeRequest, ProgramStatus
+from nblaunch.nodes.engine import NodeProgram, NodeRequest
 from nblaunch.protocol.messages import EngineState, EngineStatus
 
 REQUEST = NodeRequest(least=1, most=1, nproc=1, name="nblaunch-limit", environ={}, cwd="/", python="python")
 NEAR = "played job 7 is near its time limit"
 
 
-class Limited(Allocation):
+class Limited(Hosts):  # type: ignore[misc]  # a class of another test
     """A host that is there for some time."""
 
-    released = True
-
     def __init__(self, left: float | None) -> None:
+        super().__init__(REQUEST)
         self.asked = 0
         ends = None if left is None else time.time() + left
         self.said = EngineStatus(
@@ -35,34 +35,14 @@ class Limited(Allocation):
         self.asked += 1
         return self.said
 
-    def start(self, program: NodeProgram) -> str:  # noqa: ARG002 - nothing runs
-        return ""
 
-    def statuses(self) -> tuple[ProgramStatus, ...]:
-        return (ProgramStatus("hA", 0, running=True),)
-
-    def cancel(self) -> None: ...
-
-
-class Plays(Engine):
+class Plays(Played):  # type: ignore[misc]  # a class of another test
     """Grants one such host."""
 
-    name: ClassVar[str] = "played"
     granted: ClassVar[list[Limited]] = []
 
     @staticmethod
-    def check(request: NodeRequest) -> None: ...
-
-    @staticmethod
-    def address(request: NodeRequest) -> str:  # noqa: ARG004 - as every engine has it
-        return "127.0.0.1"
-
-    @staticmethod
-    def at_end(request: NodeRequest) -> tuple[str, ...]:  # noqa: ARG004 - as every engine has it
-        return ()
-
-    @staticmethod
-    def ask(request: NodeRequest) -> Allocation:  # noqa: ARG004 - as every engine has it
+    def ask(request: NodeRequest) -> Hosts:  # noqa: ARG004 - as every engine has it
         return Plays.granted[-1]
 
 

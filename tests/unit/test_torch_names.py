@@ -51,33 +51,18 @@ from nblaunch.rank import in_place
 ELASTIC = Path(our_agent.__file__)
 AGENT_FILES = (ELASTIC, Path(our_rendezvous.__file__))
 
-AGENT = (
-    "_start_workers",
-    "_monitor_workers",
-    "_restart_workers",
-    "_assign_worker_ranks",
-    "_exit_barrier",
-    "_shutdown",
-    "_pcontext",
-    "_worker_group",
-    "_remaining_restarts",
-    "_setup_local_watchdog",
-    "_setup_healthcheck",
-    "_worker_watchdog",
-    "_log_watchdog_event",
-)
-CONTEXT = ("_pc", "_ret_vals")
-RENDEZVOUS = (
-    "_create_tcp_store_server",
-    "_state_holder",
-    "_shared_tcp_store_server",
-    "_bootstrap_store_info",
-    "_this_node",
-    "_stop_heartbeats",
-    "_op_executor",
-)
-STATIC = ("_store",)
-USED = {*AGENT, *CONTEXT, *RENDEZVOUS, *STATIC}
+AGENT = {
+    *("_start_workers", "_monitor_workers", "_restart_workers", "_assign_worker_ranks", "_exit_barrier"),
+    *("_shutdown", "_pcontext", "_worker_group", "_remaining_restarts"),
+    *("_setup_local_watchdog", "_setup_healthcheck", "_worker_watchdog", "_log_watchdog_event"),
+}
+CONTEXT = {"_pc", "_ret_vals"}
+RENDEZVOUS = {
+    *("_create_tcp_store_server", "_state_holder", "_shared_tcp_store_server", "_bootstrap_store_info"),
+    *("_this_node", "_stop_heartbeats", "_op_executor"),
+}
+STATIC = {"_store"}
+USED = AGENT | CONTEXT | RENDEZVOUS | STATIC
 ROOT_OF_A_MESH = (
     (DeviceMesh, "_get_root_mesh")
     if torch.__version__ >= "2.13"
@@ -87,10 +72,8 @@ ROOT_OF_A_MESH = (
 
 def broken(owner: object, name: str) -> str:
     kind = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
-    return (
-        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch uses; "
-        f"it worked with torch 2.8 to 2.15"
-    )
+    versions = f"torch {torch.__version__} or Python {sys.version.split()[0]}"
+    return f"{versions} broke {kind.__name__}.{name}, which nblaunch uses; it worked with torch 2.8 to 2.15"
 
 
 @pytest.fixture
@@ -126,28 +109,12 @@ def process_context(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", AGENT)
-def test_torchs_agent_still_has(name, agent):
-    assert hasattr(agent, name), broken(agent, name)
-
-
-@pytest.mark.parametrize("name", CONTEXT)
-def test_torchs_context_of_ranks_still_has(name, process_context):
-    assert hasattr(process_context, name), broken(process_context, name)
-
-
-@pytest.mark.parametrize("name", RENDEZVOUS)
-def test_torchs_rendezvous_still_has(name, rendezvous):
-    assert hasattr(rendezvous, name), broken(rendezvous, name)
-
-
-@pytest.mark.parametrize("name", STATIC)
-def test_torchs_static_rendezvous_still_has(name, static_rendezvous):
-    assert hasattr(static_rendezvous, name), broken(static_rendezvous, name)
-
-
-def test_a_node_can_still_leave_a_rendezvous():
-    assert hasattr(dynamic_rendezvous, "_RendezvousExitOp"), broken(dynamic_rendezvous, "_RendezvousExitOp")
+def test_the_agents_of_torch_still_have_what_ours_use(agent, process_context, rendezvous, static_rendezvous):
+    owners = {agent: AGENT, process_context: CONTEXT, rendezvous: RENDEZVOUS, static_rendezvous: STATIC}
+    gone = [
+        broken(owner, name) for owner, names in owners.items() for name in names if not hasattr(owner, name)
+    ]
+    assert gone == []
 
 
 def test_torch_names_an_event_of_a_rendezvous_by_the_function_that_takes_the_place_of_its_own(
@@ -264,52 +231,64 @@ def a_typed_storage():
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=torch.float32, _internal=True)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (torch.cuda, "_raw_device_count_nvml"),
-        (torch.storage, "_new_dtypes"),
-        (torch.UntypedStorage, "data_ptr"),
-        (torch.UntypedStorage, "_cdata"),
-        (torch.Tensor, "_use_count"),
-        (torch._C, "_storage_Use_Count"),
-        (a_typed_storage(), "_untyped_storage"),
-        (distributed_c10d, "_abort_process_group"),
-        (distributed_c10d, "_new_process_group_helper"),
-        (distributed_c10d, "_get_split_source"),
-        (distributed_c10d.Backend, "_plugins"),
-        (_composable_state, "_module_state_mapping"),
-        (torch.nn.parallel.DistributedDataParallel, "_ddp_init_helper"),
-        (torch.nn.parallel.DistributedDataParallel, "_update_process_group"),
-        (torch.nn.parallel.DistributedDataParallel, "_build_params_for_reducer"),
-        (torch._C._distributed_c10d, "_dump_fr_trace_json"),
-        (torch._C._distributed_c10d.Reducer, "_remove_autograd_hooks"),
-        (torch._C._distributed_c10d.Reducer, "_get_zeros_like_grad_buckets"),
-        (type(distributed_c10d._world), "group_count"),
-        (type(distributed_c10d._world), "pg_group_ranks"),
-        (type(distributed_c10d._world), "pg_names"),
-        (distributed_c10d.ProcessGroup, "_get_backend"),
-        (distributed_c10d.ProcessGroup, "_device_types"),
-        (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
-        (torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group"),
-        (torch._C.DispatchKey, "BackendSelect"),
-        (torch._C.DispatchKeySet, "remove"),
-        (torch.library.Library, "_destroy"),
-        (distributed_c10d.ProcessGroup, "unbox"),
-        (torch_events, "_events_loggers"),
-        (handlers, "_log_handlers"),
-        (torch._tensor_str, "_str"),
-        (torch.cuda, "_raw_device_uuid_nvml"),
-        (torch.cuda, "_raw_device_count_amdsmi"),
-        (torch.cuda, "_raw_device_uuid_amdsmi"),
-        (FileTimerServer, "_reap_worker"),
-        (FileTimerServer, "_watchdog_loop"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
+C10D = torch._C._distributed_c10d
+FSDP = _fsdp_param_group
+SINCE_2_14 = pytest.mark.skipif(
+    not in_place.torch_can(), reason="groups are formed again in place from 2.14 on"
 )
-def test_torch_still_has(owner, name):
-    whose = getattr(owner, "__name__", type(owner).__name__)
-    assert hasattr(owner, name), f"torch {torch.__version__} broke {whose}.{name}, which nblaunch uses"
+OTHERS = [
+    (torch.cuda, "_raw_device_count_nvml _raw_device_uuid_nvml"),
+    (torch.cuda, "_raw_device_count_amdsmi _raw_device_uuid_amdsmi"),
+    (torch.storage, "_new_dtypes"),
+    (torch.UntypedStorage, "data_ptr _cdata"),
+    (torch.Tensor, "_use_count"),
+    (torch._C, "_storage_Use_Count"),
+    (torch._C.DispatchKey, "BackendSelect"),
+    (torch._C.DispatchKeySet, "remove"),
+    (torch._tensor_str, "_str"),
+    (torch.library.Library, "_destroy"),
+    (a_typed_storage(), "_untyped_storage"),
+    (distributed_c10d, "_abort_process_group _new_process_group_helper _get_split_source"),
+    (distributed_c10d.Backend, "_plugins"),
+    (distributed_c10d.ProcessGroup, "_get_backend _device_types _get_sequence_number_for_group unbox"),
+    (type(distributed_c10d._world), "group_count pg_group_ranks pg_names"),
+    (C10D, "_dump_fr_trace_json"),
+    (C10D.Backend, "_get_sequence_number_for_group"),
+    (C10D.Reducer, "_remove_autograd_hooks _get_zeros_like_grad_buckets"),
+    (_composable_state, "_module_state_mapping"),
+    (torch.nn.parallel.DistributedDataParallel, "_ddp_init_helper _update_process_group"),
+    (torch.nn.parallel.DistributedDataParallel, "_build_params_for_reducer"),
+    (torch_events, "_events_loggers"),
+    (handlers, "_log_handlers"),
+    (dynamic_rendezvous, "_RendezvousExitOp"),
+    (FileTimerServer, "_reap_worker _watchdog_loop"),
+    # What a save of sharded models needs.
+    ROOT_OF_A_MESH,
+    (dtensor_utils, "compute_local_shape_and_global_offset"),
+    (FSDP.FSDPParamGroup, "reshard is_sharded"),
+    (FSDP.FSDPParam, "reset_sharded_param"),
+    pytest.param(distributed_c10d, "_reconfigure", marks=SINCE_2_14),
+    pytest.param(C10D.Backend, "get_reconfigure_handle reconfigure set_timeout", marks=SINCE_2_14),
+    pytest.param(_fsdp_state.FSDPState, "_reset_iter_state", marks=SINCE_2_14),
+    # Python, and cloudpickle.
+    (atexit, "_run_exitfuncs"),
+    (cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID"),
+    (cloudpickle.cloudpickle, "_make_skeleton_class"),
+    (context, "_concrete_contexts"),
+    (forkserver, "read_signed"),
+    (forkserver._forkserver, "_forkserver_alive_fd _forkserver_address _forkserver_pid"),
+    (forkserver._forkserver, "_inherited_fds _preload_modules"),
+    (popen_forkserver.Popen, "_launch"),
+    (process.current_process(), "_config"),
+    (resource_tracker._resource_tracker, "_fd _pid"),
+    (util, "_args_from_interpreter_flags close_fds"),
+]
+"""Who has which private names that nblaunch uses elsewhere."""
+
+
+@pytest.mark.parametrize(("owner", "names"), OTHERS, ids=lambda each: each if isinstance(each, str) else "")
+def test_torch_and_python_still_have(owner, names):
+    assert [broken(owner, name) for name in names.split() if not hasattr(owner, name)] == []
 
 
 @pytest.mark.parametrize("name", ["_has_rebuilt_buckets", "_static_graph_delay_allreduce_enqueued"])
@@ -346,62 +325,24 @@ def test_torch_can_still_be_asked_what_a_collective_reduces_with():
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
+    ("owner", "names"),
     [
-        (distributed_c10d, "_reconfigure"),
-        (torch._C._distributed_c10d.Backend, "get_reconfigure_handle"),
-        (torch._C._distributed_c10d.Backend, "reconfigure"),
-        (torch._C._distributed_c10d.Backend, "set_timeout"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-@pytest.mark.skipif(not in_place.torch_can(), reason="torch forms groups again in place from 2.14 on")
-def test_torch_can_still_form_groups_again_in_place_by(owner, name):
-    assert hasattr(owner, name), broken(owner, name)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        ROOT_OF_A_MESH,
-        (dtensor_utils, "compute_local_shape_and_global_offset"),
-        (_fsdp_param_group.FSDPParamGroup, "reshard"),
-        (_fsdp_param_group.FSDPParamGroup, "is_sharded"),
-        (_fsdp_param_group.FSDPParam, "reset_sharded_param"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-def test_torch_still_has_what_a_save_of_sharded_models_needs(owner, name):
-    assert hasattr(owner, name), broken(owner, name)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (_fsdp_param_group.FSDPParamGroup, "mesh_info"),
-        (_fsdp_param_group.FSDPParamGroup, "post_forward_mesh_info"),
-        (_fsdp_param_group.FSDPParamGroup, "fsdp_params"),
-        (_fsdp_param_group.FSDPParamGroup, "offload_policy"),
-        (_fsdp_param_group.FSDPParam, "mp_policy"),
+        (FSDP.FSDPParamGroup, "mesh_info post_forward_mesh_info fsdp_params offload_policy"),
+        (FSDP.FSDPParam, "mp_policy"),
         (_fsdp_state.FSDPState, "_mp_policy"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_fsdp2_still_keeps_how_a_model_was_wrapped(owner, name):
-    assert f"self.{name} =" in inspect.getsource(owner), broken(owner, name)
+def test_fsdp2_still_keeps_how_a_model_was_wrapped(owner, names):
+    source = inspect.getsource(owner)
+    assert [broken(owner, name) for name in names.split() if f"self.{name} =" not in source] == []
 
 
 def test_fsdp2_still_keeps_how_tensor_parallelism_had_placed_a_parameter():
-    source = inspect.getsource(_fsdp_param_group.FSDPParam)
-    assert "self.is_dtensor =" in source, broken(_fsdp_param_group.FSDPParam, "is_dtensor")
+    source = inspect.getsource(FSDP.FSDPParam)
+    assert "self.is_dtensor =" in source, broken(FSDP.FSDPParam, "is_dtensor")
     names = "self._unsharded_dtensor_spec =", "self._tp_spec ="
-    assert any(each in source for each in names), broken(_fsdp_param_group.FSDPParam, names[0])
-
-
-@pytest.mark.skipif(not in_place.torch_can(), reason="torch forms groups again in place from 2.14 on")
-def test_fsdp_can_still_begin_anew_after_that():
-    state = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state").FSDPState
-    assert hasattr(state, "_reset_iter_state"), broken(state, "_reset_iter_state")
+    assert any(each in source for each in names), broken(FSDP.FSDPParam, names[0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the library has another name")
@@ -441,34 +382,6 @@ def test_torchs_timer_server_still_has_what_ends_its_thread(tmp_path):
     for name in ("_stop_signaled", "_file_path", "_watchdog_thread"):
         assert hasattr(server, name), f"torch {torch.__version__} broke FileTimerServer.{name}"
     server.stop()
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (atexit, "_run_exitfuncs"),
-        (cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS"),
-        (cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID"),
-        (cloudpickle.cloudpickle, "_make_skeleton_class"),
-        (context, "_concrete_contexts"),
-        (forkserver, "read_signed"),
-        (forkserver._forkserver, "_forkserver_alive_fd"),
-        (forkserver._forkserver, "_forkserver_address"),
-        (forkserver._forkserver, "_forkserver_pid"),
-        (forkserver._forkserver, "_inherited_fds"),
-        (forkserver._forkserver, "_preload_modules"),
-        (popen_forkserver.Popen, "_launch"),
-        (process.current_process(), "_config"),
-        (resource_tracker._resource_tracker, "_fd"),
-        (resource_tracker._resource_tracker, "_pid"),
-        (util, "_args_from_interpreter_flags"),
-        (util, "close_fds"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-def test_python_and_cloudpickle_still_have(owner, name):
-    whose = getattr(owner, "__name__", type(owner).__name__)
-    assert hasattr(owner, name), f"{sys.version.split()[0]} broke {whose}.{name}, which nblaunch uses"
 
 
 def test_only_the_agents_layer_imports_torchelastic():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import sys
 import time
@@ -31,9 +30,6 @@ from nblaunch.view.display import (
 from nblaunch.view.panel_parts import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
-
-WIDGET = "application/vnd.jupyter.widget-view+json"
-REPOSITORY = str(Path(__file__).parents[2])
 
 HEADER = Header("cell", "gloo")
 
@@ -123,13 +119,6 @@ def test_in_a_terminal_lines_come_live_and_are_not_repeated(monkeypatch):
         "[rank 1] unfinished",
         "ranks 0-1: 1",
     ]
-
-
-def test_in_a_terminal_a_rank_cannot_move_the_cursor(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    view = TextView(HEADER)
-    view.close(run_of(1, out(0, "\x1b[2J\x1b[31mred\x1b[0m\a\n")))
-    assert terminal.getvalue().startswith("[rank 0] red\n")
 
 
 @pytest.mark.parametrize("step", ["open", "draw", "close"])
@@ -275,20 +264,6 @@ def test_the_stop_button_of_a_run_that_is_only_watched_says_so():
         rows = Drawing(Header("cell", "gloo", watched=watched), 0.0)
         rows.changes(run_of(1), 0.0)
         assert f'aria-label="{text}"' in rows.whole(0.0)["parts"]["head"]
-
-
-@pytest.mark.parametrize("ranks", [2, 256])
-def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(opened, ranks):
-    seconds, state = 5, run_of(ranks)
-    page = opened(state)
-    for step in range(10 * seconds):
-        for rank in range(ranks):
-            lines = "".join(f"step {step} line {number} of rank {rank}\n" for number in range(20))
-            state = advance(state, out(rank, lines))
-        page.draw(state)
-    size = sum(len(json.dumps(delta)) for delta in page.panel.shown)
-    # What was saved up is sent first, and the last message before it is paid for.
-    assert 8_000 < size / seconds < 60_000 < display.BYTES_PER_SECOND
 
 
 class BusyPanel(FakePanel):

@@ -11,42 +11,26 @@ from lanes import examples
 from shown_runs import err, out, returned, run_of
 
 from nblaunch._budget import cost_of_text, fair_limit, shortened
-from nblaunch.protocol.messages import (
-    AttemptStarted,
-    Cleared,
-    Displayed,
-    Entered,
-    Exited,
-    FailureRecord,
-    FrameRecord,
-    Hello,
-    Phase,
-    Raised,
-    RunEnded,
-    Started,
-    Stream,
-)
+from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, advance
-from nblaunch.protocol.transcript import Text, Transcript, displayed, printed
-from nblaunch.view.output import last_line
 from nblaunch.view.screen import BOLD, ITALIC, PLAIN, UNDERLINE, Screen, colored, plain
 from nblaunch.view.summary import Header, traceback_text
 from nblaunch.view.terminal_view import LiveLines
 from nblaunch.view.text import render_ending, render_text
 
 HEADER = Header("cell", "gloo", node="some-host", log_dir="/logs", magic="%%distributed -n 2")
-BOOM = FailureRecord(
+BOOM = wire.FailureRecord(
     type="builtins.ValueError",
     message="boom",
     traceback="Traceback (most recent call last):\nValueError: boom\n",
-    frames=(FrameRecord("Cell In[3]", 4, "<module>", "raise ValueError('boom')"),),
+    frames=(wire.FrameRecord("Cell In[3]", 4, "<module>", "raise ValueError('boom')"),),
     time=5.0,
 )
 
 
 def closed_by_peer(port, time=5.1):
     message = f"[/x/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:{port}"
-    return FailureRecord(type="builtins.RuntimeError", message=message, time=time)
+    return wire.FailureRecord(type="builtins.RuntimeError", message=message, time=time)
 
 
 def text_of(world_size, *messages, **options):
@@ -55,13 +39,13 @@ def text_of(world_size, *messages, **options):
 
 def shown(rank, **data):
     kinds = {"png": "image/png", "plain": "text/plain"}
-    return Displayed(rank=rank, data={kinds[name]: content for name, content in data.items()})
+    return wire.Displayed(rank=rank, data={kinds[name]: content for name, content in data.items()})
 
 
 RUNNING = "ranks 0-1: RUNNING"
-AGAIN = AttemptStarted(number=1, world_size=1, time=7.0, reason="failure")
+AGAIN = wire.AttemptStarted(number=1, world_size=1, time=7.0, reason="failure")
 FIRST, SECOND = (
-    FailureRecord(type=type_, message=message, time=time)
+    wire.FailureRecord(type=type_, message=message, time=time)
     for type_, message, time in (("ValueError", "first", 5.0), ("KeyError", "'second'", 6.0))
 )
 TEXTS = {
@@ -84,20 +68,20 @@ TEXTS = {
         ["rank 0: [[1., 2.],", "         [3., 4.]]", "rank 1: RUNNING"],
     ),
     "output comes before values, and values before failures": (
-        (Raised(rank=1, failure=BOOM), returned(0, "3.0"), out(0, "hello\n")),
+        (wire.Raised(rank=1, failure=BOOM), returned(0, "3.0"), out(0, "hello\n")),
         ["[rank 0] hello", "rank 0: 3.0", "root cause: rank 1: ValueError: boom (cell line 4)"],
     ),
     "causes of different kinds come in the order of time": (
-        (Raised(rank=0, failure=SECOND), Raised(rank=1, failure=FIRST)),
+        (wire.Raised(rank=0, failure=SECOND), wire.Raised(rank=1, failure=FIRST)),
         ["root cause: rank 1: ValueError: first", "also failed: rank 0: KeyError: 'second'"],
     ),
     "a lost rank is named": (
-        (returned(1), RunEnded(time=9.0, stopped=False)),
+        (returned(1), wire.RunEnded(time=9.0, stopped=False)),
         ["rank 0: LOST: exited without a result or an error"],
     ),
-    "ranks that were interrupted are named": ((RunEnded(time=9.0),), ["ranks 0-1: STOPPED"]),
+    "ranks that were interrupted are named": ((wire.RunEnded(time=9.0),), ["ranks 0-1: STOPPED"]),
     "an earlier attempt is told with its cause": (
-        (Raised(rank=0, failure=BOOM), AGAIN, returned(0, "1")),
+        (wire.Raised(rank=0, failure=BOOM), AGAIN, returned(0, "1")),
         ["attempt 0: restarted: rank 0: ValueError: boom (cell line 4)", "rank 0: 1"],
     ),
     "a run with nothing to say says how it ended": (
@@ -121,7 +105,7 @@ TEXTS = {
         ["[rank 0]  20%", "[rank 0] step 1", "[rank 0] step 2", RUNNING],
     ),
     "what is cleared is gone": (
-        (out(0, "old\n"), Cleared(rank=0, wait=True), out(0, "new\n")),
+        (out(0, "old\n"), wire.Cleared(rank=0, wait=True), out(0, "new\n")),
         ["[rank 0] new", RUNNING],
     ),
     "colours are stripped": (
@@ -152,10 +136,10 @@ def test_long_values_are_folded_only_where_they_are_equal_to_the_last_character(
 def test_a_failure_is_told_root_cause_first_then_consequences_then_who_was_stopped():
     text = text_of(
         4,
-        Raised(rank=0, failure=closed_by_peer(40287, time=4.9)),
-        Raised(rank=2, failure=BOOM),
-        Exited(rank=1, exitcode=-15, time=6.0, expected=True),
-        Exited(rank=3, exitcode=-15, time=6.0, expected=True),
+        wire.Raised(rank=0, failure=closed_by_peer(40287, time=4.9)),
+        wire.Raised(rank=2, failure=BOOM),
+        wire.Exited(rank=1, exitcode=-15, time=6.0, expected=True),
+        wire.Exited(rank=3, exitcode=-15, time=6.0, expected=True),
     )
     without_port = "[/x/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]"
     assert text.splitlines() == [
@@ -167,9 +151,9 @@ def test_a_failure_is_told_root_cause_first_then_consequences_then_who_was_stopp
 
 def test_a_mistake_that_fails_every_rank_alike_is_one_cause_whichever_was_first():
     def told(times):
-        failures = [FailureRecord(type="ValueError", message="boom", time=time) for time in times]
-        raised = [Raised(rank=rank, failure=failure) for rank, failure in enumerate(failures)]
-        return text_of(4, *raised, RunEnded(time=9.0))
+        failures = [wire.FailureRecord(type="ValueError", message="boom", time=time) for time in times]
+        raised = [wire.Raised(rank=rank, failure=failure) for rank, failure in enumerate(failures)]
+        return text_of(4, *raised, wire.RunEnded(time=9.0))
 
     assert told([5.0, 6.0, 7.0]) == told([7.0, 5.0, 6.0])
     assert told([5.0, 6.0, 7.0]).splitlines() == [
@@ -179,21 +163,21 @@ def test_a_mistake_that_fails_every_rank_alike_is_one_cause_whichever_was_first(
 
 
 def test_a_long_reason_is_cut_once_in_its_middle_and_counted_right():
-    boom = FailureRecord(type="ValueError", message="x" * 1_800, time=5.0)
-    line = text_of(1, Raised(rank=0, failure=boom))
+    boom = wire.FailureRecord(type="ValueError", message="x" * 1_800, time=5.0)
+    line = text_of(1, wire.Raised(rank=0, failure=boom))
     (left_out,) = re.findall(r"… (\d+) characters left out …", line)
     assert line.count("x") + int(left_out) == 1_800
 
 
 def test_equal_consequences_are_one_line_although_their_ports_differ():
-    failures = [Raised(rank=rank, failure=closed_by_peer(40_000 + rank)) for rank in range(1, 8)]
-    text = text_of(8, Raised(rank=0, failure=BOOM), *failures)
+    failures = [wire.Raised(rank=rank, failure=closed_by_peer(40_000 + rank)) for rank in range(1, 8)]
+    text = text_of(8, wire.Raised(rank=0, failure=BOOM), *failures)
     assert "ranks 1-7: consequence of rank 0: RuntimeError:" in text
     assert len(text.splitlines()) == 2
 
 
 def test_a_bad_exit_after_the_value_is_a_warning():
-    text = text_of(1, returned(0, "1"), Exited(rank=0, exitcode=-11, time=3.0))
+    text = text_of(1, returned(0, "1"), wire.Exited(rank=0, exitcode=-11, time=3.0))
     assert text.splitlines()[1].startswith("warning: rank 0 was killed by SIGSEGV")
 
 
@@ -201,23 +185,10 @@ def test_a_run_on_some_of_the_ranks_names_them():
     assert text_of(8, returned(1), returned(3), ranks=(1, 3)).startswith("cell · ranks 1,3 of 8 · gloo")
 
 
-def test_pids_times_hosts_and_paths_of_the_machine_are_not_in_it():
-    def state(pid, time, node):
-        hello = Hello(rank=0, token="", attempt=0, local_rank=0, world_size=1, node=node, pid=pid)
-        return run_of(
-            1,
-            hello,
-            Started(rank=0, time=time),
-            out(0, "hello\n"),
-            Raised(rank=0, failure=FailureRecord(type="m.E", message="no", time=time)),
-        )
-
-    one = render_text(state(1234, 10.0, "host-a"), Header("cell", "gloo", node="a", log_dir="/logs/a"))
-    other = render_text(state(98765, 77.0, "host-b"), Header("cell", "gloo", node="b", log_dir="/logs/b"))
-    assert one == other
-    frames = (FrameRecord("/home/somebody/project/train.py", 3, "f", ""),)
-    failure = FailureRecord(type="m.E", message="no", frames=frames)
-    assert text_of(1, Raised(rank=0, failure=failure)).endswith("m.E: no (train.py, line 3)")
+def test_a_file_is_named_without_its_directory():
+    frames = (wire.FrameRecord("/home/somebody/project/train.py", 3, "f", ""),)
+    failure = wire.FailureRecord(type="m.E", message="no", frames=frames)
+    assert text_of(1, wire.Raised(rank=0, failure=failure)).endswith("m.E: no (train.py, line 3)")
 
 
 def test_tracebacks_do_not_say_where_python_is_installed():
@@ -225,7 +196,7 @@ def test_tracebacks_do_not_say_where_python_is_installed():
         '  File "/opt/venv/lib/python3.11/site-packages/torch/nn/module.py", line 1\n'
         '  File "/tmp/ipykernel_4242/123.py", line 2\n'
     )
-    assert traceback_text(FailureRecord(type="E", message="", traceback=text)) == (
+    assert traceback_text(wire.FailureRecord(type="E", message="", traceback=text)) == (
         '  File "…/site-packages/torch/nn/module.py", line 1\n  File "…/ipykernel", line 2'
     )
 
@@ -241,42 +212,6 @@ def test_200_000_lines_are_shown_by_their_beginning_and_end_and_counted_right():
     assert count + sum(line.startswith("[rank 0] line ") for line in shown) == 200_000
 
 
-@examples(40)
-@given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=200),
-    pieces=st.lists(st.integers(1, 20_000), min_size=1, max_size=20),
-)
-def test_the_same_text_gives_the_same_transcript_whatever_pieces_it_comes_in(lengths, pieces):
-    text = "".join(f"{number}:" + "x" * length + "\n" for number, length in enumerate(lengths * 4))
-    whole = printed(Transcript(), Stream.STDOUT, text)
-    pieced, position, turn = Transcript(), 0, 0
-    while position < len(text):
-        size = pieces[turn % len(pieces)]
-        pieced = printed(pieced, Stream.STDOUT, text[position : position + size])
-        position, turn = position + size, turn + 1
-    assert pieced == whole
-    assert whole.written == len(text)
-    kept = "".join(entry.text for entry in whole.entries if isinstance(entry, Text))
-    assert len(kept) + whole.omitted == len(text)
-    assert kept.count("\n") + whole.omitted_lines == text.count("\n")
-
-
-def test_a_rank_that_writes_single_characters_in_turns_keeps_a_bounded_transcript():
-    transcript = Transcript()
-    for number in range(20_000):
-        transcript = printed(transcript, list(Stream)[number % 2], "x")
-    assert len(transcript.entries) < 6000
-    assert transcript.written == 20_000
-
-
-def test_a_rank_that_only_displays_keeps_a_bounded_transcript_and_says_what_is_missing():
-    transcript = Transcript()
-    for _ in range(1000):
-        transcript = displayed(transcript, Displayed(rank=0, data={"text/plain": "figure"}))
-    assert len(transcript.displays) + transcript.omitted_displays == 1000
-    assert len(transcript.displays) < 400
-
-
 def test_one_endless_line_says_how_many_characters_are_missing():
     assert "characters left out" in text_of(1, out(0, "x" * 300_000)).splitlines()[0]
 
@@ -290,7 +225,7 @@ def test_what_lies_between_beginning_and_end_is_counted_around_displays_and_stre
     lines = [
         message for number in range(4_000) for message in (out(0, f"{number:030}\n"), err(0, "-" * 30 + "\n"))
     ]
-    figure = Displayed(rank=0, data={"text/plain": "figure"})
+    figure = wire.Displayed(rank=0, data={"text/plain": "figure"})
     shown = text_of(1, figure, *lines, figure).splitlines()
     (left_out,) = [line for line in shown if "left out" in line]
     count = int("".join(re.findall(r"(\d+) lines left out", left_out)))
@@ -300,7 +235,7 @@ def test_what_lies_between_beginning_and_end_is_counted_around_displays_and_stre
 
 
 def test_displays_that_are_left_out_are_counted():
-    displays = [Displayed(rank=0, data={"text/plain": f"{number}"}) for number in range(500)]
+    displays = [wire.Displayed(rank=0, data={"text/plain": f"{number}"}) for number in range(500)]
     shown = text_of(1, *displays).splitlines()
     (left_out,) = [line for line in shown if "left out" in line]
     count = int("".join(re.findall(r"(\d+) displays left out, see result.ranks\[0\].displays", left_out)))
@@ -310,21 +245,6 @@ def test_displays_that_are_left_out_are_counted():
 def test_what_only_stderr_said_is_looked_up_there():
     text = text_of(1, err(0, "warning\n" * 50_000))
     assert "see result.ranks[0].stderr" in text
-
-
-def test_the_last_line_of_a_long_drawn_bar_is_the_bar():
-    text = "".join(f"\r{step:3}%|{'#' * 20}|" for step in range(1_000))
-    transcript = printed(Transcript(), Stream.STDERR, text)
-    assert last_line(transcript) == f"999%|{'#' * 20}|"
-    endless = printed(Transcript(), Stream.STDOUT, "x" * 10_000 + "\r\n")
-    assert last_line(endless).startswith("… x")
-
-
-def test_the_last_line_is_the_last_that_is_not_blank():
-    transcript = printed(Transcript(), Stream.STDOUT, "first\nse")
-    transcript = printed(transcript, Stream.STDOUT, "cond\n\n  \n")
-    assert last_line(transcript) == "second"
-    assert last_line(Transcript()) == ""
 
 
 @given(st.text(max_size=400))
@@ -339,7 +259,7 @@ def test_text_drawn_in_pieces_that_cut_no_sequence_is_drawn_as_in_one(pieces):
     pieces = [piece.rstrip("\x1b[0123;") for piece in pieces]
     screen = Screen()
     for piece in pieces:
-        screen.write(Stream.STDOUT, piece)
+        screen.write(wire.Stream.STDOUT, piece)
     assert [line.text for line in screen.lines()] == [line.text for line in colored("".join(pieces))]
 
 
@@ -425,7 +345,7 @@ def test_a_terminal_gets_each_line_once_with_its_rank_as_it_comes():
     state = run_of(2, out(0, "one\ntw"), err(1, "warn\n"))
     assert list(live.take(state)) == ["[rank 0] one", "[rank 1] warn"]
     assert list(live.take(state)) == []
-    state = advance(advance(state, out(0, "o\n")), Displayed(rank=1, data={"text/plain": "figure"}))
+    state = advance(advance(state, out(0, "o\n")), wire.Displayed(rank=1, data={"text/plain": "figure"}))
     assert list(live.take(state)) == ["[rank 0] two", "[rank 1] figure"]
     state = advance(state, out(1, "unfinished"))
     assert list(live.take(state)) == []
@@ -439,8 +359,8 @@ def test_a_terminal_is_told_of_a_restart_and_of_what_came_too_fast():
     state = advance(state, out(0, ("y" * 99 + "\n") * 2_000))
     first = next(iter(live.take(state)))
     assert "characters left out" in first
-    state = advance(state, Raised(rank=0, failure=BOOM))
-    state = advance(state, AttemptStarted(number=1, world_size=1, time=7.0, reason="failure"))
+    state = advance(state, wire.Raised(rank=0, failure=BOOM))
+    state = advance(state, wire.AttemptStarted(number=1, world_size=1, time=7.0, reason="failure"))
     state = advance(state, out(0, "again\n"))
     assert list(live.take(state)) == [
         "attempt 0: restarted: rank 0: ValueError: boom (cell line 4)",
@@ -465,6 +385,6 @@ def test_a_terminal_shows_in_the_end_what_the_text_form_shows(pieces):
 
 def test_phases_before_the_job_are_told_by_their_state():
     state = RunState.fresh(2)
-    state = advance(state, AttemptStarted(number=0, world_size=2, time=0.0))
-    state = advance(state, Entered(rank=0, phase=Phase.CONNECT))
+    state = advance(state, wire.AttemptStarted(number=0, world_size=2, time=0.0))
+    state = advance(state, wire.Entered(rank=0, phase=wire.Phase.CONNECT))
     assert render_text(state, HEADER) == "ranks 0-1: STARTING"
