@@ -611,9 +611,14 @@ def own_device() -> torch.device:
 
 def ranges_of(held: Iterable[torch.Tensor]) -> frozenset[tuple[int, int]]:
     """Return where the memory of tensors is, as `pickling.memory_range` does of what is pickled."""
-    storages = ((each.untyped_storage(), each.nbytes) for each in held)
-    # Not one that is a part of something else.
-    return frozenset((each.data_ptr(), size) for each, size in storages if each.nbytes() == size)
+    found = set[tuple[int, int]]()
+    for each in held:
+        with contextlib.suppress(RuntimeError):  # a subclass has no memory of its own
+            storage = each.untyped_storage()
+            # Not one that is a part of something else.
+            if storage.nbytes() == each.nbytes:
+                found.add((storage.data_ptr(), each.nbytes))
+    return frozenset(found)
 
 
 # --- writing ----------------------------------------------------------------------------------------------
