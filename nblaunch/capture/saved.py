@@ -50,8 +50,8 @@ class SavedVariable:
     ranks: tuple[int, ...]
     meshes: tuple[tuple[int, ...], ...] = ()
     """The shapes of the device meshes that it is sharded over."""
-    of_first: bool = False
-    """Whether another number of ranks may have that of rank 0: a DDP model whose buffers alone differ."""
+    from_rank_0: bool = False
+    """Whether another number of ranks gets that of rank 0: a DDP model whose buffers alone differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def fit(saved: SavedSession, world_size: int, drop: Collection[str]) -> frozense
     """
     if saved.world_size == world_size:
         return frozenset(each.name for each in saved.variables if each.name in drop)
-    own = [each.name for each in saved.variables if each.kind == "own" and not each.of_first]
+    own = [each.name for each in saved.variables if each.kind == "own" and not each.from_rank_0]
     formless = {
         each.name: shape
         for each in saved.variables

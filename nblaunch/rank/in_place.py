@@ -192,7 +192,10 @@ def _split_group(*args: object, **keywords: object) -> Any:
 
 @functools.wraps(_begin_ddp)
 def _note_ddp(
-    model: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], *more: object
+    model: DistributedDataParallel,
+    parameters: Sequence[torch.nn.Parameter],
+    *more: object,
+    **keywords: object,
 ) -> None:
     """Note the model; give one that begins again the buckets that it had."""
     global _made
@@ -203,12 +206,12 @@ def _note_ddp(
     model._has_rebuilt_buckets = model._static_graph_delay_allreduce_enqueued = False  # noqa: SLF001
     buckets: Buckets = model.__dict__.get(_BUCKETS, ())
     if sorted(itertools.chain(*buckets)) != list(range(len(parameters))):
-        _begin_ddp(model, parameters, *more)
+        _begin_ddp(model, parameters, *more, **keywords)
         return
     # Those of a new model are one for all, or those of the order in which its parameters were made.
     setattr(dist, _ASSIGN, lambda *_: (buckets[::-1], [model.bucket_bytes_cap] * len(buckets)))
     try:
-        _begin_ddp(model, parameters, *more)
+        _begin_ddp(model, parameters, *more, **keywords)
     finally:
         setattr(dist, _ASSIGN, _assign)
 

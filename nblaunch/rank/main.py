@@ -224,7 +224,7 @@ class Rank:
 
     def _next_order(self) -> object:
         """Wait for the next order; until it comes, sketch variables."""
-        idle, told = False, time.monotonic()
+        idle, last_told = False, time.monotonic()
         while self.sketches.waits:
             at_once = (idle or self.sketches.hurries) and not process_group.is_busy(self.device)
             with contextlib.suppress(queue.Empty):
@@ -232,9 +232,9 @@ class Rank:
             idle = idle or not at_once
             if not at_once:
                 continue  # whether the device is busy now is not known
-            if self.sketches.go_on(self.variables.to_save()) or time.monotonic() >= told + _IDLE_SECONDS:
+            if self.sketches.go_on(self.variables.to_save()) or time.monotonic() >= last_told + _IDLE_SECONDS:
                 self._send_names((), urgent=True)
-                told = time.monotonic()
+                last_told = time.monotonic()
         return self.link.inbox.get()
 
     def _guarded(self, step: Callable[[], None]) -> None:

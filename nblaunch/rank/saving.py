@@ -61,10 +61,8 @@ SETTINGS, ENVIRONMENT = "settings of torch", "environment variables"
 DIRECTORY, SEARCH_PATH = "working directory", "sys.path"
 SOURCES, NOTEBOOKS = "sources of functions", "code of the notebook"
 """What is saved beside the variables. No variable has such a name, nor "random state of Python"."""
-OF_A_RANK = (
-    *("random state of Python", "random state of torch", "random state of CUDA", ENVIRONMENT),
-    *(DIRECTORY, SEARCH_PATH),
-)
+RANDOM_STATES = ("random state of Python", "random state of torch", "random state of CUDA")
+OF_A_RANK = (*RANDOM_STATES, ENVIRONMENT, DIRECTORY, SEARCH_PATH)
 """Of these, what each rank may have for itself; NumPy's random state always is."""
 
 
@@ -390,7 +388,7 @@ class Save:
         """
         self._meeting, self._gradients, self._ddp_buffers = meeting, gradients, ddp_buffers
         self._broadcast = ranges_of(in_place.broadcast_buffers())
-        self.of_first: set[str] = set()
+        self.from_rank_0: set[str] = set()
         """The variables of each rank's own of which another number of ranks may have that of rank 0."""
         self._classes = _ClassNames()
         self._hashes: dict[tuple[int, int], bytes] = {}
@@ -501,7 +499,7 @@ class Save:
         equal = {name for name in found if all(each[name][:2] == full[0][name][:2] for each in full)}
         but_for_buffers = {name for name in found if all(each[name][2] == full[0][name][2] for each in full)}
         if self._ddp_buffers:
-            self.of_first = but_for_buffers - equal
+            self.from_rank_0 = but_for_buffers - equal
         else:
             equal = but_for_buffers
         for each in self.examined.values():
@@ -576,7 +574,7 @@ class Save:
                 sum(each.get(name, 0) for each in sizes),
                 tuple(rank for rank, each in enumerate(sizes) if name in each),
                 tuple(map(tuple, self.examined[name].meshes)) if name in self.examined else (),
-                name in self.of_first,
+                name in self.from_rank_0,
             )
             for name, kind in sorted(self.kinds.items())
         ]
@@ -944,8 +942,8 @@ class _Loading(Unpickled):
             self._take(equal)
             if manifest.world_size == meeting.world_size:
                 self._take(self._read(f"rank-{meeting.rank}"))
-            elif of_first := {each.name for each in manifest.variables if each.of_first}:
-                self._take(self._read("rank-0"), of_first)
+            elif from_rank_0 := {each.name for each in manifest.variables if each.from_rank_0}:
+                self._take(self._read("rank-0"), from_rank_0)
 
     def finish(self, lost: Collection[str]) -> None:
         """Fill shards and wrap models, but for what another rank has lost."""

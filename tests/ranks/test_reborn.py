@@ -161,6 +161,55 @@ def test_a_ddp_model_comes_back_whose_buffers_differ_until_it_takes_those_of_ran
         assert len({str(mean) for _, mean in after}) == 3
 
 
+def test_a_model_of_the_notebooks_own_class_comes_back_with_one_other_rank_left(kernel):
+    kernel.ok("%distributed start -n 2")
+    kernel.ok("""
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+    def forward(self, batch):
+        return self.norm(self.linear(batch))
+
+def train(model, opt, batch):
+    opt.zero_grad()
+    model(batch).square().sum().backward()
+    opt.step()
+""")
+    kernel.ok("""%%distributed
+torch.manual_seed(0)
+model = DDP(Net())
+opt = torch.optim.AdamW(model.parameters())
+train(model, opt, torch.arange(16.0).view(4, 4) * (1 + rank))
+""")
+    kernel.ok("""
+import os, signal, time
+from nblaunch.magic import sessions
+live = sessions.named(None)
+
+def known():
+    digests = [dict(zip(each.names, each.digests)) for each in live._names.values()] if live.open else []
+    return len(digests) == 2 and all(each.get(name) for each in digests for name in ("model", "opt"))
+
+until = time.monotonic() + 30
+while not known() and time.monotonic() < until: time.sleep(0.01)
+os.kill(live.status().ranks[1].pid, signal.SIGKILL)
+while live.attempt == 0: time.sleep(0.01)
+""")
+    kernel.ok("%%distributed --out res\ntype(model.module) is Net, model.module.norm.running_mean.tolist()")
+    (first, mean), second = kernel.value("res.values")
+    assert first
+    assert second == [first, mean]
+    kernel.ok(
+        "%%distributed --out res\ntrain(model, opt, torch.ones(4, 4) * rank)\nmodel.module.linear.bias.tolist()"
+    )
+    assert kernel.value("torch.equal(*res.values)")
+    kernel.ok("%distributed stop")
+
+
 def test_hundreds_of_variables_are_compared_while_the_ranks_are_idle():
     with nblaunch.Session(nproc=2, display=False) as session:
         session.cell(

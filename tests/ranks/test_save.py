@@ -108,6 +108,7 @@ def test_what_was_saved_goes_on_in_another_session_as_it_would_have(tmp_path):
         report = session.save(tmp_path / "save")
         expected = list(session.cell(GOES_ON, namespace={}).values)
     kinds = {each.name: each.kind for each in report.variables}
+    assert {"working directory", "sys.path"}.isdisjoint(kinds), "another machine has others"
     assert (kinds["model"], kinds["opt"], kinds["ddp"], kinds["mine"]) == ("equal", "equal", "equal", "own")
     assert (report.whole, report.without_graph) == (True, ("loss",))
     with nblaunch.Session(restore=str(tmp_path / "save"), display=False) as session:
