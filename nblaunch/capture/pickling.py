@@ -205,6 +205,8 @@ def _make_whole(cls: type, reduced: tuple[Any, ...]) -> None:
     if reduced[0] in _TRACKED:
         # pickle keeps it in a class of which it has seen an object: on some ranks, and not on others.
         reduced[2][0].pop("__slotnames__", None)
+        # Among the arguments it always is. Here it is if the base class has another string for it.
+        reduced[2][0].pop("__module__", None)
     if reduced[0] is _cloudpickle._make_skeleton_class:  # noqa: SLF001 - no public name
         names = reduced[1][3]
         names["__qualname__"] = cls.__qualname__
@@ -635,9 +637,11 @@ class _Loader(pickle.Unpickler):
         super().__init__(*arguments, **keywords)
         self._found = found
 
-    def persistent_load(self, key: int) -> Any:
+    def persistent_load(self, key: int | str | tuple[Any, ...]) -> Any:
         if key == _NAMESPACE:
             return main_globals()
+        if not isinstance(key, int):  # stands for itself, in a save
+            return key
         if self._found is None:
             msg = "an object that the notebook sent to the ranks of a session alone"
             raise pickle.UnpicklingError(msg)

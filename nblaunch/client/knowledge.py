@@ -227,6 +227,7 @@ class KnowledgeView:
         self._names = {rank: frozenset(names.get(rank, _NO_NAMES).names) for rank in ranks}
         self._rebound = {rank: frozenset(names.get(rank, _NO_NAMES).rebound) for rank in ranks}
         self._declined: dict[str, _Binding] = {}
+        self._arriving: Mapping[str, _Binding] = {}
         self._reached: set[str] = set()
         self._shared = notebook_names(self._namespace)
         containers = (self._namespace.get(name) for name in IPYTHONS_CONTAINERS)
@@ -313,7 +314,8 @@ class KnowledgeView:
             # The next cells compare with the notebook's variable of that name, if there is one.
             known = name in self._namespace
             bound[name] = self._binding(self._namespace[name], inspection) if known else _Binding(None)
-        self._note_stale(bound, frames)
+        self._arriving = bound
+        self._note_stale(frames)
         gone = tuple(self.record.gone)
         objects = Objects(
             wait=bool(bound or frames),
@@ -326,14 +328,14 @@ class KnowledgeView:
         plain = not (packed.keys or keys or gone or objects.wait)
         return Delivery({**self._declined, **bound}, frames, gone, None if plain else objects)
 
-    def _note_stale(self, bound: Mapping[str, _Binding], frames: Mapping[int, ObjectFrame]) -> None:
+    def _note_stale(self, frames: Mapping[int, ObjectFrame]) -> None:
         """Note variables that arrive, and lead to memory that was changed since the ranks got it."""
         stale = {key for key, frame in frames.items() if frame is CHANGED}
         if not stale:
             return
         known = self.record.frames.copy()
         known.update(frames)
-        for name, binding in bound.items():
+        for name, binding in self._arriving.items():
             led_to = binding.frame.children if binding.frame is not None else (binding.key,)
             if any(stale & known.reached_from(key) for key in led_to if key is not None):
                 self.changed.add(name)
@@ -355,10 +357,10 @@ class KnowledgeView:
         return frozenset(r for r in self.ranks if name in self._reached and not self._is_own(name, r))
 
     def sent_version(self, name: str) -> object:
-        """Return what these ranks were sent of a variable, to be compared with what others were."""
-        binding, frames = self.record.bound.get(name), self.record.frames
+        """Return what these ranks have then of a variable's objects, to be compared with what others have."""
+        binding, frames = self._arriving.get(name, self.record.bound.get(name)), self.record.frames
         if binding is None:
-            return None  # a new view of memory that they had
+            return None
         led_to = binding.frame.children if binding.frame is not None else (binding.key,)
         reached: set[int] = set().union(*(frames.reached_from(key) for key in led_to if key is not None))
         return binding.frame, {key: frames.get(key) for key in reached}

@@ -33,6 +33,7 @@ REFORMING = "re-forming the process group"
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
+RENEWED = "process group re-formed; variables kept; groups you made yourself with new_group are gone"
 NOT_IN_PLACE = "the process groups could not be formed again in place: "
 UNUSABLE_IN_PLACE = "cannot be used any more, although the groups go on"
 REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
@@ -190,7 +191,8 @@ class Recovery(msgspec.Struct, frozen=True):
             # After a job that has succeeded, the user has seen no error that would explain it.
             told += [self.unfit] if self.unfit and self.succeeded else []
             told += [f"{NOT_IN_PLACE}{message.why_not}"] if message.why_not else []
-            told.append(REFORMED_IN_PLACE if message.in_place else REFORMED)
+            anew = RENEWED if self.renews else REFORMED
+            told.append(REFORMED_IN_PLACE if message.in_place else anew)
             names = ", ".join(f"{each}{_where(on, everyone)}" for each, on in stepped.items())
             told += [f"{STEPPED}{names}"] if names else []
         if dead:

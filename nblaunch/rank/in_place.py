@@ -369,25 +369,40 @@ def form_again(
         alike = len({each[0][str(made)] for each in steps if str(made) in each[0]}) == 1
         if why := _forgotten(model, _forget_reduction) if alike else _OTHER_BUCKETS:
             lost.append((model, why))
+    return lost + _forget_begun(roots, [each[1] for each in steps])
+
+
+def forget_steps(tell: Callable[[Any], Sequence[Any]], *, joins: bool) -> list[tuple[object, str]]:
+    """Have models of FSDP2 forget a step that did not end on some rank; return those that cannot, and why.
+
+    All ranks call it. One that `joins` has no models yet.
+    """
+    roots = _fsdp_roots()
+    told = tell(None if joins else [_is_within_step(root) for root in roots])
+    return _forget_begun(roots, [each for each in told if each is not None])
+
+
+def _forget_begun(roots: Sequence[Any], told: Sequence[Sequence[bool]]) -> list[tuple[object, str]]:
+    lost: list[tuple[object, str]] = []
     # A rank that is not in the step, too, drops gradients: shards of one model must be of the same steps.
-    for root, begun in zip(roots, begun_on_some([each[1] for each in steps], rank), strict=True):
+    for root, begun in zip(roots, begun_on_some(told, len(roots)), strict=True):
         if begun and (why := _forgotten(root, _forget_step)):
             lost += [(module, why) for module in root._modules]  # noqa: SLF001 - FSDP2's own
     return lost
 
 
-def begun_on_some(told: Sequence[Sequence[bool]], rank: int) -> list[bool]:
-    """Return for each model of a rank whether some rank is within a step of it.
+def begun_on_some(told: Sequence[Sequence[bool]], number: int) -> list[bool]:
+    """Return for each of a rank's models, of which it has this number, whether some rank is within a step.
 
     Ranks tell of their models in the order in which these were made. Where they have different numbers of
     them, all are taken together.
 
-    >>> begun_on_some([[True, False], [False, False]], 0), begun_on_some([[False], [True, False]], 0)
+    >>> begun_on_some([[True, False], [False, False]], 2), begun_on_some([[False], [True, False]], 1)
     ([True, False], [True])
     """
-    if len({len(each) for each in told}) == 1:
+    if {len(each) for each in told} == {number}:
         return [any(each) for each in zip(*told, strict=True)]
-    return [any(map(any, told))] * len(told[rank])
+    return [any(map(any, told))] * number
 
 
 def _connect_all(number: int, rank: int, told: Sequence[OwnGroups]) -> str:

@@ -154,6 +154,7 @@ class Rank:
         self.variables = Variables(kept=orders.keep, directory=self._spill())
         self._last_names = messages.Names(rank=-1, names=())
         self._rebound: tuple[str, ...] = ()
+        self._joins = self._renumbered = False
         self.sketches = Sketches(_pickler, lambda: not self.link.inbox.empty())
         self._began = 0.0
         """When the job began (monotonic)."""
@@ -309,14 +310,17 @@ class Rank:
         environment.note_given()
         if self.orders.keep:
             self._set_rank_names()
-        if not prepare.joins:
+        self._joins = prepare.joins
+        if not self._joins:
             self._enter(messages.Phase.READY)
 
     def _adopt(self, other: messages.Adopt) -> None:
         """Be another rank, with all variables; the next `Recover` forms the process group."""
+        before = os.environ["RANK"], os.environ["WORLD_SIZE"]
         self.rank = shell.publisher.rank = self.questions.rank = other.rank
         os.environ.update(other.environ)
         process_group.go_on_in(other.attempt)
+        self._renumbered = before != (os.environ["RANK"], os.environ["WORLD_SIZE"])
         self._set_rank_names()
         self._enter(messages.Phase.PROCESS_GROUP)
 
@@ -629,14 +633,17 @@ class Rank:
                 found = self.dead_variables.find()
                 formed = process_group.form_again(order.number, self.device, cut)
                 if order.renews and not formed.in_place:
-                    from nblaunch.rank import saving  # only where a rank has died
+                    from nblaunch.rank import saving, sharded  # only where a rank has died
 
-                    meeting = saving.Meeting(f"renew {order.number}", _AGREE_SECONDS)
-                    found = self.dead_variables.renew(found, meeting.tell)
+                    tell = saving.Meeting(f"renew {order.number}", _AGREE_SECONDS).tell
+                    goes_on = sharded.renew_meshes(tell, joins=self._joins, renumbered=self._renumbered)
+                    found = [each for each in found if not goes_on(each[1]())]
+                    found = self.dead_variables.renew(found, tell)
                 dead = self.dead_variables.bury(found, lost=formed.lost if formed.in_place else None)
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
                 stepped = self.dead_variables.names_of(formed.stepped)
                 answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not, stepped=stepped)
+                self._joins = self._renumbered = False
                 if self.phase is messages.Phase.PROCESS_GROUP:
                     self._enter(messages.Phase.READY)
             else:

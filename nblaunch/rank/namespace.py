@@ -263,6 +263,11 @@ class _Refusal:
         raise DeadModelError(msg)
 
 
+def refuses(module: torch.nn.Module) -> bool:
+    """Return whether a model raises when it is used: its process group is gone."""
+    return any(isinstance(each, _Refusal) for each in module._forward_pre_hooks.values())  # noqa: SLF001 - torch has no public way
+
+
 class _Successor:
     """A forward pre-hook of a dead DDP's module: only its successor can call it, since the dead DDP refuses.
 

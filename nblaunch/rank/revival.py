@@ -3,7 +3,8 @@
 A variable comes from another rank where it was alike on all ranks, as far as is known (`sketches`), and has
 the same pickle on all that still have it. The pickles are those of a save, and travel in memory between ranks
 of one node. A rank without such a peer is far: the client passes on to it what it gets as the value of the
-first rank. A rank that is new, on a node that has come, gets what all others have alike. Objects that the
+first rank. A rank that is new, on a node that has come, gets what all others have alike. Of a DTensor a rank
+gets the shard from one that has the same (a replica of HSDP), through the default group. Objects that the
 notebook has sent keep their keys, so what refers to them later leads to what has come. What had no copy is
 named.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from nblaunch.capture import arrays, pickling, shared_memory, tensors
 from nblaunch.protocol.messages import LastKnown, Payload, Revived
@@ -32,6 +34,10 @@ _ALONE = "one rank alone has it, and whether it is to be the same on all is not 
 _NEW = "nothing is known of it before the job that was cut off"
 _PIECE = 64 << 20
 _GROUP_GONE = "made for a process group that is gone"
+_NO_REPLICA = "no other rank has the same shards"
+
+_received: dict[str, torch.Tensor] = {}
+"""The shards of this rank, as bytes, until what they are of comes."""
 
 
 def pickler(file: Any, *, buffers: list[Any]) -> Any:
@@ -69,6 +75,7 @@ def revive(
         # The first of each node.
         near = {nodes[rank]: rank for rank in reversed(sources)}
         if meeting.rank in reborn:
+            _exchange_shards(meeting, {})
             payloads, told = meeting.tell(""), None
             if encoded := payloads[near.get(nodes[meeting.rank], meeting.rank)]:
                 payload = msgspec.json.decode(encoded, type=Payload)
@@ -77,6 +84,7 @@ def revive(
             meeting.tell(told)
             return None
         sent = _Sent(saving.Meeting(f"{token} sources", _MOST_SECONDS, ranks=sources), reborn)
+        _exchange_shards(meeting, sent.shards)
         puts = any(near.get(nodes[rank]) == meeting.rank for rank in reborn) and sent.as_first
         with contextlib.ExitStack() as held:
             put = held.enter_context(sent.put()) if puts else None
@@ -143,15 +151,14 @@ class _Sent:
         # Of one other rank it is not known whether the dead one had the same beside its variables.
         left = {each for each in made.equal if len(meeting.ranks) == 1 and each in saving.OF_A_RANK}
         sent = {name: each for name, each in made.equal.items() if name not in left}
+        self.shards: dict[int, dict[str, torch.Tensor]] = {}
+        """By rank and number, those that this rank is to send."""
+        for name in self._take_shards(made.shards, sent):
+            self._lost[name] = _NO_REPLICA
+            del sent[name]
         self._names = tuple(each for each in sent if not saving.is_beside(each))
         self._shown = {each for each in self._names if not saving.is_imported(made.values[each])}
-        # Without a seed of the program's, each rank begins with a random one.
-        seeded = isolate.own_seed not in {None, torch.initial_seed()}
-        told = dict.fromkeys(saving.OF_A_RANK, seeded)
-        told[saving.ENVIRONMENT] = bool(made.values[saving.ENVIRONMENT])
-        told[saving.DIRECTORY] = bool(made.values[saving.DIRECTORY])
-        told[saving.SEARCH_PATH] = any(made.values[saving.SEARCH_PATH])
-        self._anew = tuple(each for each in told if told[each] and each in made.values.keys() - sent)
+        self._anew = tuple(each for each in _told_of(made) if each in made.values.keys() - sent)
         # Equal ones come first.
         end = min((each.first_key for each in made.own.values()), default=float("inf"))
         places = {key: (place, obj) for key, (place, obj) in made.stream.keys.items() if place < end}
@@ -172,6 +179,22 @@ class _Sent:
         buffers = tuple(buffer for each in sent.values() for buffer in each.buffers)
         self._packed = pickling.Packed(memoryview(pickle.dumps(content)), buffers)
         self._directory = here.directory
+
+    def _take_shards(self, tensors: Mapping[str, Any], variables: Mapping[str, Any]) -> list[str]:
+        """Find the shards that this rank is to send; return the variables of which no rank has some."""
+        numbers = [(name, number) for name, each in variables.items() for number in each.shards]
+        holders = {
+            (number, rank): sharded.holder(tensors[number], rank, self._reborn)
+            for _, number in numbers
+            for rank in self._reborn
+        }
+        without = {number for (number, _), each in holders.items() if each is None}
+        lacking = list(dict.fromkeys(name for name, number in numbers if number in without))
+        for name, number in numbers:
+            for rank in self._reborn:
+                if name not in lacking and holders[number, rank] == self._rank:
+                    self.shards.setdefault(rank, {})[number] = tensors[number].to_local().detach()
+        return lacking
 
     def put(self) -> shared_memory.Outgoing:
         """Hold it where the others can map it."""
@@ -198,6 +221,34 @@ class _Sent:
         )
 
 
+def _told_of(made: saving.Save) -> list[str]:
+    """Return what the user is told of that is no variable, where it begins anew."""
+    # Without a seed of the program's, each rank begins with a random one.
+    seeded = isolate.own_seed not in {None, torch.initial_seed()}
+    told = dict.fromkeys(saving.OF_A_RANK, seeded)
+    told[saving.ENVIRONMENT] = bool(made.values[saving.ENVIRONMENT])
+    told[saving.DIRECTORY] = bool(made.values[saving.DIRECTORY])
+    told[saving.SEARCH_PATH] = any(made.values[saving.SEARCH_PATH])
+    return [each for each in told if told[each]]
+
+
+def _exchange_shards(meeting: saving.Meeting, own: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    """Send shards to ranks that were started again, which receive theirs; all ranks call it, in one order."""
+    sizes_of = {rank: {number: each.nbytes for number, each in of.items()} for rank, of in own.items()}
+    told = meeting.tell(sizes_of)
+    _received.clear()
+    device = saving.own_device()
+    for source, of_source in enumerate(told):
+        for rank, sizes in of_source.items():
+            for number, size in sizes.items():
+                if source == meeting.rank and size:
+                    data = own[int(rank)][number].contiguous().view(-1).view(torch.uint8)
+                    dist.send(data.to(device), int(rank))
+                elif int(rank) == meeting.rank:
+                    _received[number] = torch.empty(size, dtype=torch.uint8, device=device)
+                    dist.recv(_received[number], source) if size else None
+
+
 def _in_memory(part: memoryview | tensors.Far) -> memoryview | bytearray:
     if isinstance(part, memoryview):
         return part
@@ -221,6 +272,8 @@ def _take(
     loaded = saving.Unpickled(meeting, not_there=_GROUP_GONE)
     with loaded.loading():
         loaded.take(content["variables"], iter(parts[1:]))
+        loaded.finish(_received)
+    _received.clear()
     beside = {name: value for name, value in loaded.values.items() if saving.is_beside(name)}
     kept = {
         name: value
@@ -233,4 +286,5 @@ def _take(
     in_place.number_models(content["models"], loaded.objects)
     here.revived(kept, content["came"], there)
     saving.restore_surroundings(beside, frozenset())
-    return loaded.lost, list(there)
+    lost = {name: why for name, why in loaded.lost.items() if not name.startswith(sharded.FSDP2)}
+    return lost, list(there)

@@ -57,6 +57,7 @@ _PIECE = 64 << 20
 _SAMPLE = 1 << 16
 _POLL_SECONDS, _MOST_SECONDS = 0.001, 0.05
 _SEARCH_SECONDS = 1.0
+_LONG_TUPLE = 16
 SETTINGS, ENVIRONMENT = "settings of torch", "environment variables"
 DIRECTORY, SEARCH_PATH = "working directory", "sys.path"
 SOURCES, NOTEBOOKS = "sources of functions", "code of the notebook"
@@ -138,8 +139,15 @@ class Pickler(pickling.Outbound):
         super().__init__(*arguments, namespace=None, known=None, **keywords)
         self._stream = stream
         self._known_keys = stream.keys
+        self._constants: dict[Any, Any] = {}
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> Any:
+        # One string that is used twice is in a pickle once, so two that are equal have to be, too, and tuples
+        # of such: a rank that got variables from another one has more strings than that, or fewer.
+        if type(obj) is str:
+            return self._constants.setdefault(obj, obj)
+        if type(obj) is tuple and 0 < len(obj) <= _LONG_TUPLE and LEAVES.issuperset(map(type, obj)):
+            return self._constants.setdefault((tuple, repr(obj)), obj)  # 1, 1.0 and True are equal
         if type(obj) in LEAVES:
             return None
         known = self._known_keys.get(id(obj))
@@ -387,6 +395,7 @@ class Save:
         Without `ddp_buffers` models are equal that differ in these alone.
         """
         self._meeting, self._gradients, self._ddp_buffers = meeting, gradients, ddp_buffers
+        self._in_memory = only is not None
         self._broadcast = ranges_of(in_place.broadcast_buffers())
         self.from_rank_0: set[str] = set()
         """The variables of each rank's own of which another number of ranks may have that of rank 0."""
@@ -410,12 +419,13 @@ class Save:
         self.keys: list[sharded.Key] = []
         self.kinds = self._kinds()
         if only is not None:
-            self.kinds = {name: kind for name, kind in self.kinds.items() if kind == "equal"}
+            self.kinds = {name: kind for name, kind in self.kinds.items() if kind != "own"}
         while not self._pickle():
             pass
 
     def _new_stream(self, first: Sequence[Any] = ()) -> SaveStream:
         met = sharded.GroupObjects(self._meeting.rank, self._meeting.world_size, own_device())
+        met.in_memory = self._in_memory
         return SaveStream(
             met, self._classes, self._lines, first, gradients=self._gradients, apart=self._broadcast
         )
@@ -519,8 +529,7 @@ class Save:
             failed.clear()
             for name in self._names(own=False):
                 self._add(stream, name, failed)
-            known = [each for each in sharded.wrapped() if id(each["modules"][0]) in stream.keys]
-            for number, each in enumerate(known):
+            for number, each in enumerate(sharded.wrapped(stream.keys)):
                 stream.add(f"{sharded.FSDP2} {number}", each)
             self.equal = dict(stream.found)
             stream.met.own_shards = True
@@ -847,7 +856,7 @@ def restore(
         for rank, each in enumerate(meeting.tell(load.lost)):
             for name in each.keys() - set(drop):
                 lost.setdefault(name, f"rank {rank}: {each[name]}")
-        load.finish(lost)
+        load.read_shards(lost)
         beside = {name: value for name, value in load.values.items() if is_beside(name)}
         gone = {*lost, *drop, *beside}
         kept = {name: value for name, value in load.values.items() if name not in gone}
@@ -904,29 +913,25 @@ class Unpickled:
             else:
                 self.values[name] = loaded.value
                 places = loaded.places()
-                _intern_attributes(places.values())
                 self.objects |= {first_key + place: obj for place, obj in places.items()}
+
+    def finish(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Fill DTensors with this rank's shards, which come as bytes, and wrap models of FSDP2 again."""
+        for number, tensor in self._met.shards.items():
+            local = tensor.to_local().detach()
+            if local.numel():
+                local.copy_(shards[number].view(local.dtype).view(local.shape))
+        self._wrap_again(())
+
+    def _wrap_again(self, lost: Collection[str]) -> None:
+        of_fsdp2 = (name for name in self.values if name.startswith(sharded.FSDP2) and name not in lost)
+        sharded.wrap_again([self.values[name] for name in of_fsdp2])
 
     def _found(self, key: int) -> Any:
         if key not in self.objects:
             msg = "it has an object of a variable that could not be loaded"
             raise pickle.UnpicklingError(msg)
         return self.objects[key]
-
-
-def _intern_attributes(objects: Iterable[Any]) -> None:
-    """Have the names of attributes be the same strings as on the ranks that have set them.
-
-    pickle sees to that, but not where `__setstate__` sets attributes, as a module's does. One string that is
-    used twice is in a pickle once, so the pickles of this rank would differ from then on.
-    """
-    for each in objects:
-        attributes = getattr(each, "__dict__", None) if hasattr(type(each), "__setstate__") else None
-        if type(attributes) is dict and attributes:
-            names = {name: sys.intern(name) for name in attributes if type(name) is str}
-            interned = {names.get(name, name): value for name, value in attributes.items()}
-            attributes.clear()
-            attributes.update(interned)
 
 
 class _Loading(Unpickled):
@@ -945,17 +950,11 @@ class _Loading(Unpickled):
             elif from_rank_0 := {each.name for each in manifest.variables if each.from_rank_0}:
                 self._take(self._read("rank-0"), from_rank_0)
 
-    def finish(self, lost: Collection[str]) -> None:
+    def read_shards(self, lost: Collection[str]) -> None:
         """Fill shards and wrap models, but for what another rank has lost."""
         if self._met.shards:
             sharded.read(self._directory / "sharded", self._met.shards)
-        sharded.wrap_again(
-            [
-                each
-                for name, each in self.values.items()
-                if name.startswith(sharded.FSDP2) and name not in lost
-            ]
-        )
+        self._wrap_again(lost)
 
     def _read(self, name: str) -> Any:
         content = (self._directory / f"{name}.pkl").read_bytes()

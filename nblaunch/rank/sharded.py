@@ -8,10 +8,12 @@ loaded, by all ranks in one order. A mesh of all ranks is one of all ranks again
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.saved import scaled
+from nblaunch.rank import in_place, namespace
 
 _TENSOR = "torch.distributed.tensor"
 _FSDP = "torch.distributed.fsdp"
@@ -52,6 +55,10 @@ class GroupObjects:
         """Why a mesh or a group that was not made is not there."""
         self.own_shards = False
         """Whether DTensors are pickled with this rank's shard."""
+        self.in_memory = False
+        """Whether this is for ranks that were started again, of the groups that there are now."""
+        self._placements: dict[Any, Any] = {}
+        """One of those that are equal: which tensors share one differs between ranks."""
 
     # --- saving ---
 
@@ -102,8 +109,9 @@ class GroupObjects:
     def tensor(self, tensor: Any) -> tuple[Any, ...]:
         """Return how to rebuild a DTensor, without its gradient."""
         placements, mesh = tuple(tensor.placements), _FoundMesh(self._mesh_key(tensor.device_mesh))
+        own = (self._placements.setdefault((type(each), each), each) for each in placements)
         facts = _Facts(
-            placements,
+            tuple(own),
             tuple(tensor.shape),
             tuple(tensor.stride()),
             tensor.dtype,
@@ -127,6 +135,8 @@ class GroupObjects:
         if self.own_shards:
             msg = "a model of FSDP2 that is not the same on all ranks cannot be saved"
             raise pickle.PicklingError(msg)
+        if self.in_memory and (why := _why_not_in_memory(module)):
+            raise pickle.PicklingError(why)
         kind = type(module)
         if fsdp := sys.modules.get(_FSDP):
             kind = kind.__bases__[1] if issubclass(kind, fsdp.FSDPModule) else kind
@@ -174,7 +184,7 @@ class GroupObjects:
             return dist.group.WORLD
         if key[0] == "dimensions":
             return self.find(key[1])[key[2]]
-        found = self.made.get(key)
+        found = self.made.get(key, renewed.get(key))
         if found is None:
             msg = f"a {key[0]} {self.not_there}"
             raise pickle.UnpicklingError(msg)
@@ -183,6 +193,8 @@ class GroupObjects:
 
 loading: GroupObjects | None = None
 """What the load that is under way knows."""
+renewed: dict[Key, DeviceMesh] = {}
+"""Meshes that this rank has got with the default group that was formed last, for what others refer to."""
 
 
 def _found(key: Key) -> Any:
@@ -310,9 +322,10 @@ def reshard() -> None:
             group.reshard() if not group.is_sharded else None
 
 
-def wrapped() -> list[dict[str, Any]]:
-    """Return how each module of FSDP2 was wrapped, in order."""
-    return [_wrapping(state, group) for state in _states_of_fsdp() for group in (_groups_of(state) or [None])]
+def wrapped(modules: Container[int]) -> list[dict[str, Any]]:
+    """Return how each of these modules of FSDP2 was wrapped, in order; they come by address."""
+    states = [each for each in _states_of_fsdp() if id(each._modules[0]) in modules]  # noqa: SLF001 - FSDP2's own
+    return [_wrapping(state, group) for state in states for group in (_groups_of(state) or [None])]
 
 
 def _wrapping(state: Any, group: Any) -> dict[str, Any]:
@@ -368,6 +381,26 @@ def _refuse_unusual(group: Any, precision: Any) -> None:
         raise NblaunchError(msg)
 
 
+def _why_not_in_memory(module: Any) -> str:
+    """Return why a module cannot be wrapped by one rank alone as it is here, "" if it can."""
+    if namespace.refuses(module):
+        return "a model of FSDP2 whose process group is gone"
+    for state in [module._get_fsdp_state()] if hasattr(module, "_get_fsdp_state") else []:  # noqa: SLF001 - FSDP2's own
+        for group in _groups_of(state):
+            try:
+                _refuse_unusual(group, state._mp_policy)  # noqa: SLF001 - as above
+            except NblaunchError as error:
+                return str(error)
+            if _has_mesh_of_its_own(group):
+                return "a model of FSDP2 with a number as reshard_after_forward makes a mesh"
+    return ""
+
+
+def _has_mesh_of_its_own(group: Any) -> bool:
+    after = group.post_forward_mesh_info
+    return after is not None and after.mesh is not group.mesh_info.mesh
+
+
 def _tensor_parallel(param: Any) -> tuple[Any, Any]:
     """Return the mesh and the placements that a parameter had before FSDP2 sharded it, too."""
     if getattr(param.mesh_info, "is_spmd_mesh", False):
@@ -416,6 +449,98 @@ def _stand_in(parameter: Any, parallel: tuple[Any, Any] | None) -> Any:
     mesh, placements = parallel
     facts = _Facts(placements, shape, stride, dtype, parameter.requires_grad, is_parameter=True)
     return facts.empty(mesh, torch.device("meta"))
+
+
+# Meshes that outlive the default group: all ranks make those again that all have that went on.
+
+
+def renew_meshes(
+    tell: Callable[[Any], Sequence[Any]], *, joins: bool, renumbered: bool
+) -> Callable[[object], bool]:
+    """Give meshes groups of the default group that was formed anew; return what tells what goes on with them.
+
+    All ranks call it. A mesh finds its groups by name when it is used, so all that refers to it goes on. A
+    rank that `joins` has none yet; with one that is `renumbered`, whose shards are those of another rank,
+    nothing goes on. A model of FSDP2 is left out where a rank that joins would lack shards. Of one that was
+    within a step all ranks drop the gradients.
+    """
+    renewed.clear()
+    met = GroupObjects(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu"))
+    alive = [each for each in gc.get_objects() if type(each) is DeviceMesh and _has_groups(each)]
+    roots = [
+        (met._mesh_key(each), each)  # noqa: SLF001 - this module's own
+        for each in alive
+        if _root_of(each) is each and not renumbered
+    ]
+    told = tell(None if joins else in_order(key for key, _ in roots))
+    joining = [rank for rank, each in enumerate(told) if each is None]
+    keys = [set(map(key_from, each)) for each in told if each is not None]
+    for key in in_order(set.intersection(*keys) if keys else ()):
+        met.make([key], met.world_size)
+        renewed[key] = met.made[key]
+    going_on = set[int]()
+    for key, root in roots:
+        if key in renewed:
+            going_on |= {id(each) for each in _take_groups(root, renewed[key], alive)}
+    dead = {id(module) for module, _ in in_place.forget_steps(tell, joins=joins)}
+    going_on |= _renew_models(going_on, dead, joining)
+    # What these were found in keeps all of them alive.
+    return lambda thing: id(thing) in going_on
+
+
+def _renew_models(meshes: Container[int], dead: set[int], joining: Collection[int]) -> set[int]:
+    """Give models of FSDP2, but for `dead` ones, the groups of these meshes; return their addresses."""
+    going_on = set[int]()
+    for state in _states_of_fsdp():
+        groups, modules = _groups_of(state), state._modules  # noqa: SLF001 - FSDP2's own
+        there = all(id(each.mesh_info.mesh) in meshes and _has_holders(each, joining) for each in groups)
+        if not there or any(map(_why_not_in_memory, modules)):
+            dead |= set(map(id, modules))
+    for state in _states_of_fsdp():
+        modules = state._modules  # noqa: SLF001 - as above
+        if all(id(part) not in dead for module in modules for part in module.modules()):
+            going_on |= set(map(id, modules))
+            for group in _groups_of(state):
+                # `post_forward_mesh_info` is the same, or None.
+                group.mesh_info.__post_init__()
+    return going_on
+
+
+def _has_groups(mesh: DeviceMesh) -> bool:
+    return bool(getattr(mesh, "_dim_group_names", ()))
+
+
+def _take_groups(root: DeviceMesh, new: Any, alive: Iterable[DeviceMesh]) -> Iterator[DeviceMesh]:
+    """Have a mesh, and those of its dimensions, have the groups of a new one; yield these."""
+    names = dict(zip(root._dim_group_names, new._dim_group_names, strict=True))  # noqa: SLF001 - see `_root_of`
+    for each in alive:
+        own = each._dim_group_names  # noqa: SLF001 - as above
+        if _root_of(each) is root and names.keys() >= set(own):
+            each._dim_group_names = [names[name] for name in own]  # noqa: SLF001 - as above
+            yield each
+    if hasattr(root, "_pg_registry"):  # later than torch 2.8
+        root._pg_registry = new._pg_registry  # noqa: SLF001 - as above
+
+
+def _has_holders(group: Any, joining: Collection[int]) -> bool:
+    """Return whether other ranks have the shards of a model that ranks had which were started again."""
+    tensors = [each.sharded_param for each in group.fsdp_params]
+    return all(holder(each, rank, joining) is not None for each in tensors for rank in joining)
+
+
+def holder(tensor: Any, rank: int, joining: Collection[int]) -> int | None:
+    """Return which rank has the shard of a DTensor that a rank had which was started again, if any has."""
+    ranks = tensor.device_mesh.mesh
+    key = GroupObjects(rank, 0, torch.device("cpu"))._mesh_key(_root_of(tensor.device_mesh))  # noqa: SLF001 - its own
+    if key not in renewed:
+        return None
+    if rank not in ranks:
+        return rank  # it has none
+    place: list[Any] = (ranks == rank).nonzero()[0].tolist()
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            place[dim] = slice(None)
+    return next((each for each in ranks[tuple(place)].flatten().tolist() if each not in joining), None)
 
 
 # Shards, by torch.distributed.checkpoint without its collectives: cells go on in the group meanwhile.

@@ -164,7 +164,7 @@ def test_a_rank_that_was_killed_idle_has_on_its_gpu_what_all_had_alike(dead):
             "own had no copy and is gone (it was not the same on all ranks, as far as is known); "
             "random state of Python, random state of torch, random state of CUDA: anew"
         )
-        assert recovery.REFORMED in found.warnings
+        assert recovery.RENEWED in found.warnings
         assert not any("what revives each" in each for each in found.warnings)
         check_whole(session, dead)
         after = pids(session)
@@ -218,20 +218,18 @@ def test_models_of_the_default_group_go_on_and_groups_that_the_program_made_are_
         kill_idle(session, 1)
         found = cell(session, "[each for each in ('model', 'pair', 'mesh', 'grouped') if each in globals()]")
         everything = ["model", "pair", "mesh", "grouped"]
-        assert found.values == [everything, ["model"], everything]
-        assert recovery.REFORMED in found.warnings
+        assert found.values == [everything, ["model", "mesh"], everything]
+        assert recovery.RENEWED in found.warnings
         (gone,) = [each for each in found.warnings if "what revives each" in each]
         wrapped = "DDP(grouped.module, device_ids=[device.index], process_group=pair)"
         for name, remedy in (
             ("pair", "dist.new_group(ranks=[0, 1, 2])"),
-            ("mesh", "init_device_mesh('cuda', (3,))"),
             ("grouped", wrapped),
         ):
             assert f"{name} on ranks 0,2 ({name} = {remedy})" in gone
         assert "model" not in gone.replace("grouped.module", "")
         assert "another" not in gone
         text = told(found, 1)
-        assert "mesh had no copy and is gone (a mesh made for a process group that is gone)" in text
         assert "pair had no copy and is gone (rank 0: " in text
         assert "it is gone: the default process group was formed anew)" in text
         # Seeded alike, and what a rank draws on its GPU goes on as on the others.
@@ -241,7 +239,6 @@ def test_models_of_the_default_group_go_on_and_groups_that_the_program_made_are_
         assert "this model's process group is gone" in refused.root_cause.message
         assert cell(session, "train(2) is not None, reduced()").values == [(True, 3.0)] * 3
         session.cell("pair = dist.new_group(ranks=[0, 1, 2])", namespace={})
-        session.cell("mesh = init_device_mesh('cuda', (3,))", namespace={})
         again = "(reduced(group=pair), reduced(2.0, group=mesh.get_group()))"
         assert cell(session, again).values == [(3.0, 6.0)] * 3
 

@@ -469,6 +469,14 @@ OF_EACH_KIND: tuple[list[tuple[Any, ...]], ...] = (
         ("change", "c", 3),
         ("die_in_cell", 2, ("c", "e"), (("{x} = np.arange(4.) + {n}", "e", 3, 1),), 1, "outside"),
     ],
+    # Another name of an object that the ranks have, which comes again: to one of them for the first time.
+    [
+        ("look_at_them",),
+        ("make_of", "c", "alias", "a"),
+        ("drop", "c"),
+        ("die_idle", 0, 1, 0),
+        ("change", "a", 0),
+    ],
 )
 
 

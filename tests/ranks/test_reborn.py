@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from lanes import slow
 from patience import eventually
-from training import STEPS
+from training import BEGUN, FINISHED, STEPS
 
 import nblaunch
 from nblaunch.protocol.variables import UNKNOWN, is_whole
@@ -399,6 +400,54 @@ def test_training_with_ddp_goes_on_from_the_step_before_which_a_rank_died(quad, 
     assert all(others)
 
 
+HSDP = """
+mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+""" + BEGUN.format('"fsdp", mesh=mesh')
+SHARDS = """
+from torch.distributed.tensor import DTensor, Replicate, Shard
+table = DTensor.from_local(
+    torch.arange(3.) + mesh.get_local_rank("shard"), mesh, (Replicate(), Shard(0)), run_check=False
+).requires_grad_()
+(table * table).sum().backward()
+halves = mesh["shard"]
+"""
+
+
+@pytest.mark.parametrize(
+    "dies",
+    [
+        pytest.param("", marks=pytest.mark.quick, id="between steps"),
+        pytest.param("failing = 'forward'; step(model, opt, 3)", id="forward"),
+        pytest.param("failing = 'backward'; step(model, opt, 3)", id="backward"),
+    ],
+)
+def test_training_with_hsdp_goes_on_to_the_bit_with_the_shards_of_a_replica(quad, dies):
+    quad.cell(HSDP + SHARDS, namespace={})
+    wait_for_sketches(quad, "model", "opt")
+    if dies:
+        quad.cell("def fail():\n    if rank == 1: os.kill(os.getpid(), 9)", namespace={})
+        assert not quad.cell(dies, namespace={}, check=False).ok
+    else:
+        kill(quad, 1)
+    went_on = quad.cell(FINISHED, namespace={})
+    assert "gone (" not in went_on.warnings[0]
+    assert went_on.values == [True] * 4
+    wait_for_sketches(quad, "model", "table", "halves")
+    # The rank that comes back now had given its shards to the first one.
+    kill(quad, 3)
+    again = """
+    t = torch.ones(1)
+    dist.all_reduce(t, group=halves.get_group())
+    (all(map(torch.equal, held(model), held(undisturbed))), t.item(), halves == mesh["shard"],
+     model.first.weight.device_mesh == mesh, table.full_tensor().tolist(), table.grad.to_local().tolist())
+    """
+    start = [0.0, 1.0, 2.0, 1.0, 2.0, 3.0]
+    parts = [2 * each for each in start]
+    assert quad.cell(textwrap.dedent(again), namespace={}).values == [
+        (True, 2.0, True, True, start, parts[3 * (rank % 2) : 3 * (rank % 2) + 3]) for rank in range(4)
+    ]
+
+
 def test_training_with_ddp_goes_on_where_some_ranks_have_arranged_the_buckets(quad):
     begin(quad, 1)
     dies = "if rank == 1: fail()\nstep(model, opt, 1)"
@@ -473,6 +522,9 @@ def test_a_model_whose_shard_was_on_the_rank_is_named():
         found = session.cell("step, 'model' in globals()", namespace={})
         assert found.values == [(1, True), (1, True), (1, False)]
         assert any("model had no copy and is gone" in each for each in found.warnings)
+        # No rank would wait for that one.
+        used = session.cell("if rank != 2: model(torch.ones(1, 6))", namespace={}, check=False)
+        assert [type(each.exception).__name__ for each in used.failures] == ["DeadModelError"] * 2
 
 
 def test_a_rank_that_has_its_variables_again_keeps_them_when_another_one_dies():
@@ -483,6 +535,62 @@ def test_a_rank_that_has_its_variables_again_keeps_them_when_another_one_dies():
         session.cell("if rank == 1: a = 5", namespace={})
         kill(session, 2)
         assert session.cell("globals().get('a'), b", namespace={}).values == [(1, 2), (5, 2), (None, 2)]
+
+
+OF_CLASSES = """
+import abc, enum, torch, typing
+from dataclasses import dataclass
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return 2 * x
+    @staticmethod
+    def backward(ctx, grad): return 2 * grad
+
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+    def forward(self, x): return Double.apply(self.inner(x))
+
+@dataclass
+class Config:
+    lr: float = 0.1
+    names: tuple = ("a", "b")
+
+class Kind(enum.Enum):
+    A, B = 1, "b"
+
+class Base(abc.ABC):
+    @abc.abstractmethod
+    def f(self): ...
+
+class Point(Base):
+    __slots__ = ("x", "y")
+    def f(self): return self
+
+class Pair(typing.NamedTuple):
+    x: int
+    y: str = "q"
+
+torch.manual_seed(0)
+model, config, kind, pair = Module(), Config(), Kind.A, Pair(1)
+equal_ones = [(1, 2), (1.0, 2.0), (True, 2), (0.0,), (-0.0,), "text", "".join(["te", "xt"])]
+"""
+
+
+def test_what_a_rank_has_got_from_another_is_the_same_as_theirs():
+    """Of strings and tuples of the classes' own it has others; that one is used twice is no difference."""
+    names = "Double", "Module", "Config", "Kind", "Base", "Point", "Pair", "model", "config", "kind", "pair"
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(OF_CLASSES, namespace={})
+        for dead in (1, 0):
+            wait_for_sketches(session, *names)
+            kill(session, dead)
+            found = session.cell("repr(equal_ones), model(torch.ones(2)).tolist()", namespace={})
+            assert "gone" not in found.warnings[0]
+            assert found.values[0] == found.values[1]
+            assert found.values[0][0].startswith("[(1, 2), (1.0, 2.0), (True, 2), (0.0,), (-0.0,), 'text'")
 
 
 def test_a_session_saves_by_itself_until_a_rank_has_lost_a_variable(tmp_path):

@@ -15,7 +15,7 @@ from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Stage, Trigger, step
 from nblaunch.group.machine import LocateRanks, Order, RestartAsked, Send
-from nblaunch.group.recovery import REFORMED
+from nblaunch.group.recovery import REFORMED, RENEWED
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, State, advance
@@ -862,7 +862,7 @@ def test_an_idle_rank_that_dies_is_replaced_alone_and_all_form_their_group_again
     assert [(each.reform, each.renews) for each in messages(actions, wire.Recover)] == [(True, True)] * 3
     assert group.stage() is Stage.READY
     group.submit()
-    assert group.notices() == ("rank 1 was killed by SIGKILL", REFORMED)
+    assert group.notices() == ("rank 1 was killed by SIGKILL", RENEWED)
 
 
 def test_a_job_that_waits_for_a_rank_to_be_replaced_reaches_none_it_was_captured_for_the_dead_one():

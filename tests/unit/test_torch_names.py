@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import _utils as dtensor_utils
 
@@ -236,6 +237,7 @@ FSDP = _fsdp_param_group
 SINCE_2_14 = pytest.mark.skipif(
     not in_place.torch_can(), reason="groups are formed again in place from 2.14 on"
 )
+SINCE_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.8 cannot end a step of FSDP2")
 OTHERS = [
     (torch.cuda, "_raw_device_count_nvml _raw_device_uuid_nvml"),
     (torch.cuda, "_raw_device_count_amdsmi _raw_device_uuid_amdsmi"),
@@ -269,7 +271,9 @@ OTHERS = [
     (FSDP.FSDPParam, "reset_sharded_param"),
     pytest.param(distributed_c10d, "_reconfigure", marks=SINCE_2_14),
     pytest.param(C10D.Backend, "get_reconfigure_handle reconfigure set_timeout", marks=SINCE_2_14),
-    pytest.param(_fsdp_state.FSDPState, "_reset_iter_state", marks=SINCE_2_14),
+    pytest.param(_fsdp_state.FSDPState, "_reset_iter_state", marks=SINCE_2_13),
+    (FSDP.HSDPMeshInfo, "__post_init__"),
+    (FSDPModule, "_get_fsdp_state"),
     # Python, and cloudpickle.
     (atexit, "_run_exitfuncs"),
     (cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID"),
@@ -343,6 +347,16 @@ def test_fsdp2_still_keeps_how_tensor_parallelism_had_placed_a_parameter():
     assert "self.is_dtensor =" in source, broken(FSDP.FSDPParam, "is_dtensor")
     names = "self._unsharded_dtensor_spec =", "self._tp_spec ="
     assert any(each in source for each in names), broken(FSDP.FSDPParam, names[0])
+
+
+def test_a_mesh_still_finds_its_groups_by_name():
+    source = inspect.getsource(DeviceMesh)
+    assert "self._dim_group_names = " in source, broken(DeviceMesh, "_dim_group_names")
+    assert "self._dim_group_names[" in inspect.getsource(DeviceMesh.get_group), broken(
+        DeviceMesh, "get_group"
+    )
+    # It keeps them by name, too, from some release on.
+    assert torch.__version__ < "2.13" or "self._pg_registry = " in source, broken(DeviceMesh, "_pg_registry")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the library has another name")
