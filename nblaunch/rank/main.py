@@ -587,8 +587,15 @@ class Rank:
                 shell.last_error = error
         else:
             failure.write_error_file(error)
+        # A session's rank whose GPU is of no more use is started again alone, as one that was killed.
+        why = process_group.broken() if self.orders.keep else ""
+        if why:
+            self._notify(f"the GPU context of rank {self.rank} is unusable: {why}"[:_ERROR_CHARACTERS])
         self._report_failure(record)
         self.link.send(messages.Colored(rank=self.rank, text=failure.shown(error)))
+        if why:
+            self.link.close()
+            os._exit(1)
 
     def _report_failure(self, record: messages.FailureRecord) -> None:
         ended = stdio.output.end_job(keep=self.orders.keep)

@@ -261,3 +261,72 @@ def test_a_collective_that_fails_after_a_rank_came_back_is_healed_and_its_models
             values = session.cell(step, namespace={}).values
             assert values[0] == values[1]
         assert cell(session, "reduced(2.0)").values == [4.0, 4.0]
+
+
+BREAKS = """
+import ctypes
+if rank == 1:
+    if os.environ.get("FAKE_GPUS"):
+        ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0]).fakecuda_poison()
+    else:
+        torch.zeros(2, device=device)[torch.tensor([5], device=device)]
+    torch.cuda.synchronize()
+dist.all_reduce(torch.ones(1, device=device))
+"""
+
+
+def test_a_rank_whose_gpu_context_breaks_is_started_again_alone():
+    """An assertion on the device: CUDA can do nothing more for this process."""
+    with nblaunch.Session(2, timeout=60) as session:
+        session.cell(SETUP, namespace={})
+        session.cell("train(3)", namespace={})
+        wait_for_digests(session)
+        before = pids(session)
+        failed = cell(session, BREAKS)
+        assert failed.root_cause.rank == 1
+        (why,) = [each for each in failed.warnings if "GPU context" in each]
+        assert why.startswith("the GPU context of rank 1 is unusable: CUDA error: device-side assert")
+        assert "model" in told(cell(session, "1"), 1)
+        assert pids(session)[0] == before[0]
+        check_whole(session, dead=1)
+
+
+HSDP = """
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cuda", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+
+def trained(steps):
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)).to(device)
+    fully_shard(net, mesh=mesh)
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2), steps
+
+def go_on(net, opt, steps):
+    for number in range(*steps):
+        torch.manual_seed(10 * number + rank)
+        opt.zero_grad()
+        net(torch.randn(8, 4).to(device)).square().mean().backward()
+        opt.step()
+
+whole, sharded = trained((0, 5)), trained((0, 2))
+go_on(*whole)
+go_on(*sharded)
+"""
+
+
+def test_a_model_of_hsdp_goes_on_with_the_shards_of_a_replica():
+    with nblaunch.Session(2, timeout=60) as session:
+        session.cell(SETUP + HSDP, namespace={})
+
+        def known():
+            names = [
+                dict(zip(each.names, each.digests, strict=False)) for each in session._live._names.values()
+            ]
+            return all(each.get("sharded") and each.get("whole") for each in names)
+
+        eventually(known, "the variables are sketched")
+        kill_idle(session, 1)
+        assert "sharded" in told(cell(session, "go_on(*sharded[:2], (2, 5))"), 1)
+        local = "[[p.to_local().tolist() for p in each.parameters()] for each in (whole[0], sharded[0])]"
+        for undisturbed, went_on in cell(session, local).values:
+            assert went_on == undisturbed

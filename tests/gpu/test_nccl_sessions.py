@@ -435,18 +435,6 @@ def test_a_programs_own_group_in_a_session_waits_as_long_as_the_sessions_own(ses
 # --- where it cannot be healed ---------------------------------------------------------------------
 
 
-def test_a_broken_gpu_context_is_replaced_and_the_rank_is_named():
-    with nblaunch.Session(2, timeout=60) as session:
-        cell(session, SETUP)
-        failed = cell(session, BREAK_CONTEXT)
-        assert failed.root_cause.rank == 1
-        (why,) = [each for each in failed.warnings if "GPU context" in each]
-        assert why.startswith("the GPU context of rank 1 is unusable: CUDA error: device-side assert")
-        assert ANEW in failed.warnings
-        cell(session, SETUP)
-        assert cell(session, "reduced()").values == [2.0, 2.0]
-
-
 @pytest.mark.skipif(not os.environ.get("FAKE_GPUS"), reason="a real GPU's context breaks in its own time")
 def test_a_peer_that_waits_on_its_gpu_for_a_broken_one_is_freed_within_the_grace_period():
     """To its recorder the broken rank has begun the collective, as all others have."""
