@@ -41,7 +41,7 @@ from nblaunch.host.settings import AgentSettings, Worker
 from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event
 from nblaunch.protocol.reports import HangReport
-from nblaunch.protocol.state import RunState
+from nblaunch.protocol.state import RunState, State
 from nblaunch.protocol.variables import known_to_all, last_known, unlike
 
 _ANSWER_SECONDS = 1.0
@@ -322,7 +322,9 @@ class WorkerGroup:
     def rank_gone(self, exited: messages.Exited) -> None:
         job, at_work = self.life.working, self.life.working_ranks.get(exited.rank)
         # Not whether it has begun: the message that says so may have been lost with the rank.
-        cut_off = job is not None and job.dispatched and at_work is not None and not at_work.state.final
+        # A rank whose GPU broke has failed, and does not tell what it has then.
+        ended = at_work is None or (at_work.state.final and at_work.state is not State.FAILED)
+        cut_off = job is not None and job.dispatched and not ended
         self._gone[exited.rank] = (self._names_before, self._brought(exited.rank)) if cut_off else ({}, ())
         self.feed(exited)
 

@@ -155,6 +155,8 @@ class Rank:
         self._last_names = messages.Names(rank=-1, names=())
         self._rebound: tuple[str, ...] = ()
         self._joins = self._renumbered = False
+        self._unusable = ""
+        """CUDA's error, of a session's rank whose GPU is of no more use to it."""
         self.sketches = Sketches(_pickler, lambda: not self.link.inbox.empty())
         self._began = 0.0
         """When the job began (monotonic)."""
@@ -250,12 +252,13 @@ class Rank:
                 self.link.end_job()
                 self._save(in_job=True)
                 self.link.metrics.settle(_SETTLE_SECONDS)
+                self._unusable = process_group.broken() if self.orders.keep else ""
                 raise
             finally:
                 self.link.end_job()
                 self.link.metrics.end_job()
                 steps.end_job()
-                if self.orders.keep:
+                if self.orders.keep and not self._unusable:  # else what it had before the job is known
                     self._report_names()
         except SystemExit as error:
             self._exited(error)
@@ -587,13 +590,12 @@ class Rank:
                 shell.last_error = error
         else:
             failure.write_error_file(error)
-        # A session's rank whose GPU is of no more use is started again alone, as one that was killed.
-        why = process_group.broken() if self.orders.keep else ""
-        if why:
-            self._notify(f"the GPU context of rank {self.rank} is unusable: {why}"[:_ERROR_CHARACTERS])
+        if self._unusable:
+            self._notify(f"the GPU context is unusable: {self._unusable}"[:_ERROR_CHARACTERS])
         self._report_failure(record)
         self.link.send(messages.Colored(rank=self.rank, text=failure.shown(error)))
-        if why:
+        if self._unusable:
+            # It is started again alone, as one that was killed.
             self.link.close()
             os._exit(1)
 

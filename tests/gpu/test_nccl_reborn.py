@@ -92,13 +92,13 @@ def pids(session: nblaunch.Session) -> dict[int, int]:
     return {each.rank: each.pid for each in session.status().ranks if each.pid is not None}
 
 
-def wait_for_digests(session: nblaunch.Session) -> None:
+def wait_for_digests(session: nblaunch.Session, *names: str) -> None:
     """Wait until the ranks, which are idle, have sketched their variables by the pickles."""
 
     def whole() -> bool:
         assert session._live.open
         known = [dict(zip(each.names, each.digests, strict=False)) for each in session._live._names.values()]
-        return all(each.get(name) for each in known for name in ("model", "opt", "own", "same"))
+        return all(each.get(name) for each in known for name in names or ("model", "opt", "own", "same"))
 
     eventually(whole, "the variables are sketched")
 
@@ -285,7 +285,7 @@ def test_a_rank_whose_gpu_context_breaks_is_started_again_alone():
         failed = cell(session, BREAKS)
         assert failed.root_cause.rank == 1
         (why,) = [each for each in failed.warnings if "GPU context" in each]
-        assert why.startswith("the GPU context of rank 1 is unusable: CUDA error: device-side assert")
+        assert why.startswith("rank 1: the GPU context is unusable: CUDA error: device-side assert")
         assert "model" in told(cell(session, "1"), 1)
         assert pids(session)[0] == before[0]
         check_whole(session, dead=1)
@@ -317,14 +317,7 @@ go_on(*sharded)
 def test_a_model_of_hsdp_goes_on_with_the_shards_of_a_replica():
     with nblaunch.Session(2, timeout=60) as session:
         session.cell(SETUP + HSDP, namespace={})
-
-        def known():
-            names = [
-                dict(zip(each.names, each.digests, strict=False)) for each in session._live._names.values()
-            ]
-            return all(each.get("sharded") and each.get("whole") for each in names)
-
-        eventually(known, "the variables are sketched")
+        wait_for_digests(session, "sharded", "whole")
         kill_idle(session, 1)
         assert "sharded" in told(cell(session, "go_on(*sharded[:2], (2, 5))"), 1)
         local = "[[p.to_local().tolist() for p in each.parameters()] for each in (whole[0], sharded[0])]"
