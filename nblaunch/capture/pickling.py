@@ -486,6 +486,8 @@ def remember_received_classes() -> None:
 def keep_as_own(received: Collection[str]) -> None:
     """Count classes that were loaded from a save as the rank's own, but for those that the notebook has."""
     made_classes.update(cls for name, cls in _by_name.items() if name not in received)
+    # Now: an idle rank pickles its variables, and would count as its own what did not come from the notebook.
+    remember_received_classes()
 
 
 def known_class_names() -> frozenset[str]:
