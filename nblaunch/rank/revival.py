@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -40,9 +40,12 @@ _received: dict[str, torch.Tensor] = {}
 """The shards of this rank, as bytes, until what they are of comes."""
 
 
-def pickler(file: Any, *, buffers: list[Any]) -> Any:
-    """Return what pickles one variable as a save does; buffers are appended to `buffers`, but for DDP's."""
-    stream = saving.SaveStream(sharded.GroupObjects(*saving.numbers(), saving.own_device()))
+def pickler(file: Any, *, buffers: list[Any], check: Callable[[], None]) -> Any:
+    """Return what pickles one variable as a save does; buffers are appended to `buffers`, but for DDP's.
+
+    `check` is called for each object, and may raise.
+    """
+    stream = saving.SaveStream(sharded.GroupObjects(*saving.numbers(), saving.own_device()), check=check)
     storages = arrays.WholeMemories()
     # With these of another rank a model goes on as DDP has it.
     broadcast = saving.ranges_of(in_place.broadcast_buffers())

@@ -159,6 +159,7 @@ class Pickler(pickling.Outbound):
         return [(place, obj) for place, obj in self.memo.copy().values() if has_identity(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
+        self._stream.check()
         if type(obj) is types.CodeType:
             self._stream.lines.setdefault(obj.co_filename, set()).update(_lines_of(obj))
         if obj is os.environ:
@@ -245,8 +246,9 @@ class SaveStream:
         *,
         gradients: bool = True,
         apart: Collection[tuple[int, int]] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.gradients, self._apart = gradients, apart
+        self.gradients, self._apart, self.check = gradients, apart, check
         self.met, self.classes = met, classes or _ClassNames()
         self.lines = {} if lines is None else lines
         """Of the process groups; names of classes; the lines of functions, by file."""
@@ -259,7 +261,7 @@ class SaveStream:
 
     def alone(self) -> SaveStream:
         """Return one for a part that is pickled by itself."""
-        return SaveStream(self.met, self.classes, self.lines, gradients=self.gradients)
+        return SaveStream(self.met, self.classes, self.lines, gradients=self.gradients, check=self.check)
 
     def add(self, name: str, value: Any) -> None:
         """Add a variable. Raises whatever its objects raise, and `arrays.OverlapError`."""

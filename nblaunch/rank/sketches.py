@@ -31,7 +31,7 @@ _MOST_PARTS, _MOST_DEPTH = 64, 3
 _SMALL = 64
 _LONG, _LONG_TEXT = 1000, 64 << 10
 # How much processor time a pickle may take that is made in passing. Other work on the machine does not count.
-_MOST_SECONDS = 0.25
+_MOST_SECONDS = 5.0
 # A pickle beyond this is not made in passing, nor are buffers beyond that read.
 _MOST_BYTES, _MOST_OF_BUFFERS = 64 << 20, 2 << 30
 # What is read before the rank looks for an order.
@@ -213,10 +213,15 @@ class StoppedError(Exception):
 class _DigestFile(io.RawIOBase):
     """A file that keeps only the digest of what is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: Callable[[], bool]) -> None:
         super().__init__()
-        self.hash, self.size = hashlib.sha256(), 0
+        self.hash, self.size, self._stop = hashlib.sha256(), 0, stop
         self._until = time.thread_time() + _MOST_SECONDS
+
+    def check(self) -> None:
+        """Raise if the rank has got an order. Called for each object, of which an optimizer has many."""
+        if self._stop():
+            raise StoppedError
 
     def writable(self) -> bool:
         return True
@@ -236,7 +241,7 @@ class Sketches:
     def __init__(self, pickler: Callable[..., Any], stop: Callable[[], bool]) -> None:
         """`pickler(file, **keywords)` makes what pickles a variable; called when a rank has the time.
 
-        `stop` tells whether it has no time any more.
+        `stop` tells whether it has no time any more; the pickler asks as it goes (`check`).
         """
         self._pickler, self._stop = pickler, stop
         self._of: dict[str, int] = {}
@@ -292,12 +297,11 @@ class Sketches:
         return not self._waiting
 
     def _digest(self, value: Any) -> int:
-        file, buffers = _DigestFile(), list[Any]()
-        self._pickler(file, buffers=buffers).dump(value)
+        file, buffers = _DigestFile(self._stop), list[Any]()
+        self._pickler(file, buffers=buffers, check=file.check).dump(value)
         if sum(each.nbytes for each in buffers) > _MOST_OF_BUFFERS:
             raise TooLargeError
         for piece in itertools.chain.from_iterable(tensors.pieces(each, _PIECE) for each in buffers):
-            if self._stop():
-                raise StoppedError
+            file.check()
             file.hash.update(piece)
         return int.from_bytes(file.hash.digest()[:4], "little")

@@ -207,13 +207,14 @@ def kill(rank):
     for dead in (1, 0):
         kernel.ok(f"kill({dead})")
         kernel.ok(
-            "%%distributed --out res\ntype(model.module) is Net, model.module.norm.running_mean.tolist()"
+            "%%distributed --out res\n(type(model.module) is Net, model.module.norm.running_mean.tolist())"
         )
         (first, mean), second = kernel.value("res.values")
         assert first
         assert second == [first, mean]
         kernel.ok(
-            "%%distributed --out res\ntrain(model, opt, torch.ones(4, 4) * rank)\nmodel.module.linear.bias.data"
+            "%%distributed --out res\n"
+            "train(model, opt, torch.ones(4, 4) * rank)\nmodel.module.linear.bias.data"
         )
         assert kernel.value("torch.equal(*res.values)")
     kernel.ok("%distributed stop")
@@ -226,6 +227,18 @@ def test_hundreds_of_variables_are_compared_while_the_ranks_are_idle():
             namespace={},
         )
         wait_for_sketches(session, *(f"x{number}" for number in range(240)))
+
+
+def test_a_model_of_many_parameters_is_compared_with_its_optimizer():
+    """To pickle these takes a second of processor time, in which the rank takes orders."""
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(
+            "import torch\nmodel = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(600))\n"
+            "for each in model.parameters(): each.data.zero_(); each.grad = torch.ones_like(each)\n"
+            "opt = torch.optim.AdamW(model.parameters())\nopt.step()",
+            namespace={},
+        )
+        wait_for_sketches(session, "model", "opt")
 
 
 def test_in_a_cell_that_is_cut_off_what_it_has_bound_is_gone_and_what_was_before_is_there():

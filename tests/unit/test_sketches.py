@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from nblaunch.protocol.variables import is_whole
+from nblaunch.rank import revival
 from nblaunch.rank.sketches import Sketches, sketch
 
 
@@ -60,7 +62,7 @@ def test_an_order_ends_the_comparison_of_a_large_value(at):
         asked.append(1)
         return bool(len(asked) == at)
 
-    def pickler(file: Any, *, buffers: list[memoryview]) -> pickle.Pickler:
+    def pickler(file: Any, *, buffers: list[memoryview], check: Callable[[], None]) -> pickle.Pickler:  # noqa: ARG001
         return pickle.Pickler(file, 5, buffer_callback=lambda each: buffers.append(each.raw()))
 
     variables = {"large": np.zeros(5_000_000)}
@@ -70,6 +72,23 @@ def test_an_order_ends_the_comparison_of_a_large_value(at):
     _, digests = sketches.of(("large",))
     assert (digests == ()) == (at is not None)
     assert len(asked) == (at or 10)
+
+
+def test_an_order_ends_the_pickling_of_many_objects(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 5
+
+    sketches = Sketches(revival.pickler, stop)
+    variables = {"model": torch.nn.Sequential(*(torch.nn.ReLU() for _ in range(50)))}
+    sketches.begin(variables, 0.0)
+    assert sketches.go_on(variables)
+    assert sketches.of(("model",))[1] == ()
+    assert len(asked) == 5
 
 
 def test_code_of_the_notebook_is_not_known_by_its_name():
