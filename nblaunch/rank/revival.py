@@ -155,7 +155,7 @@ class _Sent:
         left = {each for each in made.equal if len(meeting.ranks) == 1 and each in saving.OF_A_RANK}
         sent = {name: each for name, each in made.equal.items() if name not in left}
         self.shards: dict[int, dict[str, torch.Tensor]] = {}
-        """By rank and number, those that this rank is to send."""
+        """By rank and number, the bytes of those that this rank is to send."""
         for name in self._take_shards(made.shards, sent):
             self._lost[name] = _NO_REPLICA
             del sent[name]
@@ -196,7 +196,9 @@ class _Sent:
         for name, number in numbers:
             for rank in self._reborn:
                 if name not in lacking and holders[number, rank] == self._rank:
-                    self.shards.setdefault(rank, {})[number] = tensors[number].to_local().detach()
+                    local = tensors[number].to_local().detach().contiguous()
+                    # Before any other rank waits for it: what raises here, raises there.
+                    self.shards.setdefault(rank, {})[number] = local.view(-1).view(torch.uint8)
         return lacking
 
     def put(self) -> shared_memory.Outgoing:
@@ -245,8 +247,7 @@ def _exchange_shards(meeting: saving.Meeting, own: Mapping[int, Mapping[str, tor
         for rank, sizes in of_source.items():
             for number, size in sizes.items():
                 if source == meeting.rank and size:
-                    data = own[int(rank)][number].contiguous().view(-1).view(torch.uint8)
-                    dist.send(data.to(device), int(rank))
+                    dist.send(own[int(rank)][number].to(device), int(rank))
                 elif int(rank) == meeting.rank:
                     _received[number] = torch.empty(size, dtype=torch.uint8, device=device)
                     dist.recv(_received[number], source) if size else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,8 +152,9 @@ sharded, _ = made("fsdp")
 def test_a_heal_takes_less_than_50_ms_however_many_objects_there_are(session):
     """Counted on the rank that comes last to it: the others wait for that one."""
     assert cell(session, TIMED).ok
-    for _ in range(5):
-        assert cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()").warnings
+    # A rank that is interrupted before its collective has begun leaves nothing to heal.
+    failed = (cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()") for _ in range(50))
+    assert len(list(itertools.islice((each for each in failed if each.warnings), 5))) == 5
     took = cell(session, "Rank._recover = recover; del heap; took").values
     assert min(map(min, zip(*took, strict=True))) < 0.05, took
 
