@@ -154,7 +154,9 @@ class Rank:
         self.variables = Variables(kept=orders.keep, directory=self._spill())
         self._last_names = messages.Names(rank=-1, names=())
         self._rebound: tuple[str, ...] = ()
-        self._joins = self._renumbered = False
+        self._joins = False
+        """Whether it was started again and has got no variables yet: they come before the next job."""
+        self._renumbered = False
         self._unusable = ""
         """CUDA's error, of a session's rank whose GPU is of no more use to it."""
         self.sketches = Sketches(_pickler, lambda: not self.link.inbox.empty())
@@ -332,6 +334,7 @@ class Rank:
         self.link.send(messages.Entered(rank=self.rank, phase=phase, device=self.device_name))
 
     def _work(self, dispatch: messages.Dispatch) -> None:
+        self._joins = self._joins and dispatch.internal
         self._begin(dispatch)
         job = dispatch.job
         self.titles.update(dispatch.titles)
@@ -652,7 +655,7 @@ class Rank:
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
                 stepped = self.dead_variables.names_of(formed.stepped)
                 answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not, stepped=stepped)
-                self._joins = self._renumbered = False
+                self._renumbered = False
                 if self.phase is messages.Phase.PROCESS_GROUP:
                     self._enter(messages.Phase.READY)
             else:

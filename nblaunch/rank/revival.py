@@ -11,10 +11,11 @@ named.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -156,9 +157,9 @@ class _Sent:
         sent = {name: each for name, each in made.equal.items() if name not in left}
         self.shards: dict[int, dict[str, torch.Tensor]] = {}
         """By rank and number, the bytes of those that this rank is to send."""
-        for name in self._take_shards(made.shards, sent):
-            self._lost[name] = _NO_REPLICA
-            del sent[name]
+        lacking = self._take_shards(meeting, made, sent)
+        self._lost |= lacking
+        sent = {name: each for name, each in sent.items() if name not in lacking}
         self._names = tuple(each for each in sent if not saving.is_beside(each))
         self._shown = {each for each in self._names if not saving.is_imported(made.values[each])}
         self._anew = tuple(each for each in _told_of(made) if each in made.values.keys() - sent)
@@ -183,22 +184,30 @@ class _Sent:
         self._packed = pickling.Packed(memoryview(pickle.dumps(content)), buffers)
         self._directory = here.directory
 
-    def _take_shards(self, tensors: Mapping[str, Any], variables: Mapping[str, Any]) -> list[str]:
-        """Find the shards that this rank is to send; return the variables of which no rank has some."""
-        numbers = [(name, number) for name, each in variables.items() for number in each.shards]
+    def _take_shards(
+        self, meeting: saving.Meeting, made: saving.Save, variables: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """Find the shards that this rank is to send; return the variables that cannot come, with why."""
+        tensors = made.shards
+        numbers = {number: name for name, each in variables.items() for number in each.shards}
         holders = {
             (number, rank): sharded.holder(tensors[number], rank, self._reborn)
-            for _, number in numbers
+            for number in numbers
             for rank in self._reborn
         }
-        without = {number for (number, _), each in holders.items() if each is None}
-        lacking = list(dict.fromkeys(name for name, number in numbers if number in without))
-        for name, number in numbers:
-            for rank in self._reborn:
-                if name not in lacking and holders[number, rank] == self._rank:
-                    local = tensors[number].to_local().detach().contiguous()
-                    # Before any other rank waits for it: what raises here, raises there.
-                    self.shards.setdefault(rank, {})[number] = local.view(-1).view(torch.uint8)
+        without = {numbers[number]: _NO_REPLICA for (number, _), each in holders.items() if each is None}
+        locals_of = {number: tensors[number].to_local().detach() for number in numbers}
+        for name, why in _sharing(numbers, tensors, locals_of, variables, made.stream.keys.values()):
+            without.setdefault(name, why)
+        lacking: dict[str, str] = {}
+        # A rank whose shards are empty sees no memory that is shared.
+        for each in meeting.tell(without):
+            lacking |= each
+        for (number, rank), each in holders.items():
+            if numbers[number] not in lacking and each == self._rank:
+                local = locals_of[number].resolve_conj().resolve_neg().contiguous()
+                # Before any other rank waits for it: what raises here, raises there.
+                self.shards.setdefault(rank, {})[number] = local.view(-1).view(torch.uint8)
         return lacking
 
     def put(self) -> shared_memory.Outgoing:
@@ -224,6 +233,63 @@ class _Sent:
             assumed=tuple(each for each in shown if any(each in of.alike for of in known if not of.joins)),
             gradients=not self._bare,
         )
+
+
+def _sharing(
+    numbers: Mapping[str, str],
+    tensors: Mapping[str, Any],
+    locals_of: Mapping[str, torch.Tensor],
+    variables: Mapping[str, Any],
+    objects: Iterable[tuple[int, Any]],
+) -> Iterator[tuple[str, str]]:
+    """Yield variables with shards in memory that another DTensor, or a tensor, shows, too, with the reason.
+
+    Each would have memory of its own on the other rank. Parameters keep theirs.
+    """
+    of_parameters = {number for number in numbers if isinstance(tensors[number], torch.nn.Parameter)}
+    shown: list[tuple[int, int, str]] = []
+    for number in sorted(numbers, key=lambda each: _range_of(locals_of[each])):
+        start, stop = _range_of(locals_of[number])
+        if not (stop and shown and start < shown[-1][1]):
+            shown.append((start, stop, number))
+            continue
+        begin, end, owner = shown[-1]
+        other = number
+        if number in of_parameters and owner not in of_parameters:
+            other, owner = owner, number
+        shown[-1] = begin, max(end, stop), owner
+        yield numbers[other], f"it shows the memory of {numbers[owner]}"
+    for name, begin, close in _memories(variables, objects) if shown else ():
+        at = bisect.bisect(shown, (close, 0, "")) - 1
+        if at >= 0 and begin < shown[at][1]:
+            yield name, f"it shows the memory of {numbers[shown[at][2]]}"
+
+
+def _memories(
+    variables: Mapping[str, Any], objects: Iterable[tuple[int, Any]]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield variables with where the memory of a tensor or an array that they lead to begins and ends."""
+    first = sorted((each.first_key, name) for name, each in variables.items())
+    for key, obj in objects:
+        at = bisect.bisect(first, (key, "\U0010ffff")) - 1
+        storage = None
+        if isinstance(obj, torch.UntypedStorage):
+            storage = obj
+        elif isinstance(obj, torch.Tensor) and not sharded.is_dtensor(obj):
+            with contextlib.suppress(RuntimeError):  # a subclass has no memory of its own
+                storage = obj.untyped_storage()
+        if at >= 0 and storage is not None and storage.nbytes():
+            yield first[at][1], storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        elif at >= 0 and arrays.is_array(obj) and obj.nbytes:
+            yield first[at][1], obj.ctypes.data, obj.ctypes.data + obj.nbytes
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the elements of a tensor begin and end in memory."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _told_of(made: saving.Save) -> list[str]:

@@ -57,7 +57,7 @@ _PIECE = 64 << 20
 _SAMPLE = 1 << 16
 _POLL_SECONDS, _MOST_SECONDS = 0.001, 0.05
 _SEARCH_SECONDS = 1.0
-_LONG_TUPLE = 16
+_LONG_TUPLE, _CONSTANTS = 16, LEAVES - {complex}
 SETTINGS, ENVIRONMENT = "settings of torch", "environment variables"
 DIRECTORY, SEARCH_PATH = "working directory", "sys.path"
 SOURCES, NOTEBOOKS = "sources of functions", "code of the notebook"
@@ -146,8 +146,11 @@ class Pickler(pickling.Outbound):
         # of such: a rank that got variables from another one has more strings than that, or fewer.
         if type(obj) is str:
             return self._constants.setdefault(obj, obj)
-        if type(obj) is tuple and 0 < len(obj) <= _LONG_TUPLE and LEAVES.issuperset(map(type, obj)):
-            return self._constants.setdefault((tuple, repr(obj)), obj)  # 1, 1.0 and True are equal
+        if type(obj) is tuple and 0 < len(obj) <= _LONG_TUPLE and _CONSTANTS.issuperset(map(type, obj)):
+            if any(each == 0 and type(each) is float for each in obj):
+                return None  # 0.0 and -0.0 are equal
+            # And so are 1, 1.0 and True.
+            return self._constants.setdefault((obj, *map(type, obj)), obj)
         if type(obj) in LEAVES:
             return None
         known = self._known_keys.get(id(obj))

@@ -530,17 +530,29 @@ def _has_holders(group: Any, joining: Collection[int]) -> bool:
 
 def holder(tensor: Any, rank: int, joining: Collection[int]) -> int | None:
     """Return which rank has the shard of a DTensor that a rank had which was started again, if any has."""
-    ranks = tensor.device_mesh.mesh
-    key = GroupObjects(rank, 0, torch.device("cpu"))._mesh_key(_root_of(tensor.device_mesh))  # noqa: SLF001 - its own
-    if key not in renewed:
+    mesh, root = tensor.device_mesh, _root_of(tensor.device_mesh)
+    key = GroupObjects(rank, 0, torch.device("cpu"))._mesh_key(root)  # noqa: SLF001 - this module's own
+    names = list(root.mesh_dim_names or ())
+    known = mesh is root or set(mesh.mesh_dim_names or ()) <= set(names)
+    if key not in renewed or not known or not is_even(tensor):
         return None
-    if rank not in ranks:
+    # A mesh of some dimensions has the row in which this rank is, which may be another one's.
+    if rank not in root.mesh:
         return rank  # it has none
-    place: list[Any] = (ranks == rank).nonzero()[0].tolist()
-    for dim, placement in enumerate(tensor.placements):
+    place: list[Any] = (root.mesh == rank).nonzero()[0].tolist()
+    dims = range(root.ndim) if mesh is root else [names.index(each) for each in mesh.mesh_dim_names]
+    for dim, placement in zip(dims, tensor.placements, strict=True):
         if placement.is_replicate():
             place[dim] = slice(None)
-    return next((each for each in ranks[tuple(place)].flatten().tolist() if each not in joining), None)
+    return next((each for each in root.mesh[tuple(place)].flatten().tolist() if each not in joining), None)
+
+
+def is_even(tensor: Any) -> bool:
+    """Return whether this rank's shard is what torch makes of the shape, and not what a program chose."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(tensor.to_local().shape) == tuple(shape)
 
 
 # Shards, by torch.distributed.checkpoint without its collectives: cells go on in the group meanwhile.

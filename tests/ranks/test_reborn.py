@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lanes import slow
 from patience import eventually
 from training import BEGUN, FINISHED, STEPS
@@ -421,6 +422,7 @@ def test_training_with_ddp_goes_on_from_the_step_before_which_a_rank_died(quad, 
     assert all(others)
 
 
+since_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.8 cannot end a step of FSDP2")
 HSDP = """
 mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
 """ + BEGUN.format('"fsdp", mesh=mesh')
@@ -434,6 +436,7 @@ halves = mesh["shard"]
 """
 
 
+@since_2_13
 @pytest.mark.parametrize(
     "dies",
     [
@@ -467,6 +470,48 @@ def test_training_with_hsdp_goes_on_to_the_bit_with_the_shards_of_a_replica(quad
     assert quad.cell(textwrap.dedent(again), namespace={}).values == [
         (True, 2.0, True, True, start, parts[3 * (rank % 2) : 3 * (rank % 2) + 3]) for rank in range(4)
     ]
+
+
+@since_2_13
+def test_what_shows_the_memory_of_shards_or_has_no_replica_is_named_and_nothing_else_is_lost(quad):
+    """On the other rank it would have memory of its own, and keep what the model's parameters were."""
+    quad.cell(
+        HSDP
+        + """
+from torch.distributed.tensor import DTensor, Replicate, Shard
+whole, rows = (Replicate(), Shard(0)), mesh["shard"]
+base = DTensor.from_local(torch.arange(8.), mesh, whole, run_check=False)
+view, plain = base.view(4, 4), base.to_local()[:2]
+state, step_count = model.state_dict(), 3
+row = DTensor.from_local(torch.ones(2), rows, [Shard(0)], run_check=False)
+turned = DTensor.from_local(torch.ones(2, dtype=torch.complex64).conj(), mesh, whole, run_check=False)
+chosen = DTensor.from_local(
+    torch.ones(1 + 2 * (rank % 2)), mesh, whole, run_check=False, shape=torch.Size([4]), stride=(1,)
+)
+""",
+        namespace={},
+    )
+    named = "base", "view", "plain", "state", "row", "chosen"
+    wait_for_sketches(quad, "model", "opt", "turned", *{*named} - {"plain"})  # which is small
+    kill(quad, 3)
+    there = f"[each for each in {[*named, 'model', 'turned', 'step_count']} if each in globals()]"
+    found = quad.cell(there, namespace={})
+    assert found.values[3] == ["base", "model", "turned", "step_count"]
+    told = found.warnings[0]
+    assert "plain, view had no copy and are gone (it shows the memory of base)" in told
+    assert "state had no copy and is gone (it shows the memory of model)" in told
+    assert "chosen, row had no copy and are gone (no other rank has the same shards)" in told
+    assert quad.cell(FINISHED, namespace={}).values == [True] * 4
+
+
+@since_2_13
+def test_meshes_and_shards_outlive_two_ranks_that_die_before_the_next_cell(quad):
+    quad.cell(HSDP, namespace={})
+    wait_for_sketches(quad, "model", "opt", "undisturbed")
+    kill(quad, 1)
+    kill(quad, 2)
+    went_on = quad.cell(FINISHED, namespace={})
+    assert went_on.values == [True] * 4, went_on.warnings
 
 
 def test_training_with_ddp_goes_on_where_some_ranks_have_arranged_the_buckets(quad):
