@@ -46,12 +46,12 @@ def check_backend(backend: str, environ: Mapping[str, str], backends: Sequence[s
     known to the ranks alone: where there is such a package, any name may be one. `backends` are those that
     another process knows.
     """
-    known = known_backends(backends)
     names = [part.rpartition(":")[2] for part in backend.split(",")]
-    unknown = next((name for name in names if name not in known), None)
+    unknown = next((name for name in names if not _is_known(name, backends)), None)
     autoload = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
     if unknown is None or (autoload and metadata.entry_points(group=_PLUGINS)):
         return
+    known = known_backends(backends)
     guess = nearest(unknown, known)
     msg = (
         f"backend {unknown!r} was asked for, but torch has {', '.join(known)} here. "
@@ -61,12 +61,21 @@ def check_backend(backend: str, environ: Mapping[str, str], backends: Sequence[s
     raise OptionError(msg, kind=FailureKind.BACKEND)
 
 
-def known_backends(backends: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the backends that a process group can have here, and these others; does not import torch."""
+def _is_known(name: str, backends: Sequence[str]) -> bool:
+    # To look through the installed packages takes as long as all else that a run needs until its ranks start.
+    return name in known_backends(backends, installed=name not in _TORCHS_BACKENDS)
+
+
+def known_backends(backends: Sequence[str] = (), *, installed: bool = True) -> tuple[str, ...]:
+    """Return the backends that a process group can have here, and these others; does not import torch.
+
+    Those of `installed` packages, which torch loads late, are among them.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return _TORCHS_BACKENDS
-    named = sorted(each.name for each in metadata.entry_points(group=_LOADED_LATE))
+    late = metadata.entry_points(group=_LOADED_LATE) if installed else ()
+    named = sorted(each.name for each in late)
     registered = (*_TORCHS_BACKENDS, *distributed.Backend.backend_list, *named, *backends)
     absent = tuple(
         name for name in _TORCHS_BACKENDS if not getattr(distributed, f"is_{name}_available", lambda: True)()
@@ -91,7 +100,8 @@ def place_ranks(
     there = _accelerator(environ, each_alone=virtual_local_rank)
     usable = there.count if there.backend else 0
     count, note = _number_of_ranks(nproc, usable, there)
-    wanted, shared = _wants(backend, there, backends), _may_share(backend, there, environ)
+    wanted = backend != "auto" and _wants(backend, there, backends)
+    shared = _may_share(backend, there, environ)
     if backend == "auto":
         wanted = nproc != "cpu" and usable > 0 and (count <= usable or shared)
     elif wanted and (not usable or (count > usable and not shared)):
@@ -184,7 +194,8 @@ def _wants(backend: str, there: _Accelerator, backends: Sequence[str]) -> bool:
     """Whether ranks with this backend are on the accelerator; gloo alone means the CPU."""
     chosen = _by_device(backend)
     # An unknown backend is refused as such, not because there is no GPU.
-    named = chosen.get(there.kind) in known_backends(backends)
+    name = chosen.get(there.kind)
+    named = name is not None and _is_known(name, backends)
     return named or (there.backend != "" and any(name.startswith(there.backend) for name in chosen.values()))
 
 

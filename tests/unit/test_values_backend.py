@@ -38,6 +38,18 @@ def test_where_a_package_adds_backends_any_name_may_be_one(monkeypatch):
         placement.check_backend("tin", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
 
 
+@pytest.mark.parametrize("backend", ["gloo", "auto", "cpu:gloo"])
+def test_installed_packages_are_looked_through_only_for_a_name_that_is_not_torchs(monkeypatch, backend):
+    """There may be hundreds, on a slow disk, and a run waits for it."""
+
+    def entry_points(**_):
+        pytest.fail("looked through all packages")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    placed = placement.place_ranks(2, backend, {"CUDA_VISIBLE_DEVICES": ""})
+    placement.check_backend(placed.backend, {})
+
+
 @pytest.mark.parametrize("built", [True, False])
 def test_forms_of_nccl_that_torch_has_not_loaded_yet_are_known_where_it_has_nccl(monkeypatch, built):
     late, other = (
