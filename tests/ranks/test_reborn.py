@@ -440,7 +440,7 @@ halves = mesh["shard"]
 @pytest.mark.parametrize(
     "dies",
     [
-        pytest.param("", marks=pytest.mark.quick, id="between steps"),
+        pytest.param("", id="between steps"),
         pytest.param("failing = 'forward'; step(model, opt, 3)", id="forward"),
         pytest.param("failing = 'backward'; step(model, opt, 3)", id="backward"),
     ],
