@@ -98,3 +98,15 @@ def gpu_session():
     with nblaunch.Session(len(devices_of_ranks()), backend=SPLITTABLE, name="gpus") as session:
         session.cell("import sys, torch, torch.distributed as dist; print(); print(file=sys.stderr)")
         yield session
+
+
+BREAK_CONTEXT = """
+import ctypes
+if rank == 1:
+    if os.environ.get("FAKE_GPUS"):
+        ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0]).fakecuda_poison()
+    else:
+        torch.zeros(2, device=device)[torch.tensor([5], device=device)]
+    torch.cuda.synchronize()
+"""
+"""An assertion on the device of rank 1: CUDA can do nothing more for that process."""

@@ -534,7 +534,7 @@ def holder(tensor: Any, rank: int, joining: Collection[int]) -> int | None:
     key = GroupObjects(rank, 0, torch.device("cpu"))._mesh_key(root)  # noqa: SLF001 - this module's own
     names = list(root.mesh_dim_names or ())
     known = mesh is root or set(mesh.mesh_dim_names or ()) <= set(names)
-    if key not in renewed or not known or not is_even(tensor):
+    if key not in renewed or not known or not _is_even(tensor):
         return None
     # A mesh of some dimensions has the row in which this rank is, which may be another one's.
     if rank not in root.mesh:
@@ -547,7 +547,7 @@ def holder(tensor: Any, rank: int, joining: Collection[int]) -> int | None:
     return next((each for each in root.mesh[tuple(place)].flatten().tolist() if each not in joining), None)
 
 
-def is_even(tensor: Any) -> bool:
+def _is_even(tensor: Any) -> bool:
     """Return whether this rank's shard is what torch makes of the shape, and not what a program chose."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

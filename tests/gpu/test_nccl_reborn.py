@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from gpus import BREAK_CONTEXT
 from patience import eventually
 from torch.distributed import distributed_c10d
 
@@ -263,18 +264,6 @@ def test_a_collective_that_fails_after_a_rank_came_back_is_healed_and_its_models
         assert cell(session, "reduced(2.0)").values == [4.0, 4.0]
 
 
-BREAKS = """
-import ctypes
-if rank == 1:
-    if os.environ.get("FAKE_GPUS"):
-        ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0]).fakecuda_poison()
-    else:
-        torch.zeros(2, device=device)[torch.tensor([5], device=device)]
-    torch.cuda.synchronize()
-dist.all_reduce(torch.ones(1, device=device))
-"""
-
-
 def test_a_rank_whose_gpu_context_breaks_is_started_again_alone():
     """An assertion on the device: CUDA can do nothing more for this process."""
     with nblaunch.Session(2, timeout=60) as session:
@@ -282,7 +271,7 @@ def test_a_rank_whose_gpu_context_breaks_is_started_again_alone():
         session.cell("train(3)", namespace={})
         wait_for_digests(session)
         before = pids(session)
-        failed = cell(session, BREAKS)
+        failed = cell(session, BREAK_CONTEXT + "dist.all_reduce(torch.ones(1, device=device))")
         assert failed.root_cause.rank == 1
         (why,) = [each for each in failed.warnings if "GPU context" in each]
         assert why.startswith("rank 1: the GPU context is unusable: CUDA error: device-side assert")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from gpus import BREAK_CONTEXT
 from older_torch import SPLITTABLE
 from torch.distributed import distributed_c10d
 from training import BEGUN, FINISHED, REFUSED, STEPS
@@ -445,17 +446,6 @@ def test_a_peer_that_waits_on_its_gpu_for_a_broken_one_is_freed_within_the_grace
         assert failed.root_cause.rank == 1
         assert seconds(started) < 10
         assert any("rank 1: the GPU context is unusable" in each for each in failed.warnings)
-
-
-BREAK_CONTEXT = """
-import ctypes
-if rank == 1:
-    if os.environ.get("FAKE_GPUS"):
-        ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0]).fakecuda_poison()
-    else:
-        torch.zeros(2, device=device)[torch.tensor([5], device=device)]
-    torch.cuda.synchronize()
-"""
 
 
 @pytest.mark.skipif(not os.environ.get("FAKE_GPUS"), reason="only a simulated NCCL can be told to hang")

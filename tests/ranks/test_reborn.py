@@ -514,6 +514,59 @@ def test_meshes_and_shards_outlive_two_ranks_that_die_before_the_next_cell(quad)
     assert went_on.values == [True] * 4, went_on.warnings
 
 
+NET = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+    def forward(self, batch):
+        return self.second(self.first(batch).relu())
+
+def train(model, opt, count):
+    for _ in range(count):
+        opt.zero_grad()
+        model(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
+        opt.step()
+    return [each.full_tensor().tolist() for each in model.parameters()]
+"""
+SHARDED_NET = """%%distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+def made(mesh):
+    torch.manual_seed(0)
+    model = fully_shard(Net(), mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+model, opt = made(mesh)
+other, its_opt = made(mesh)
+train(model, opt, 2)
+"""
+
+
+@since_2_13
+def test_a_model_of_hsdp_of_the_notebooks_own_class_outlives_ranks_in_a_kernel(kernel):
+    kernel.ok("%distributed start -n 4")
+    kernel.ok(NET)
+    kernel.ok(SHARDED_NET)
+    kernel.ok(
+        "import os, signal, time\nfrom nblaunch.magic import sessions\nlive = sessions.named(None)\n"
+        "def kill(rank):\n    before = live.attempt\n"
+        "    os.kill(live.status().ranks[rank].pid, signal.SIGKILL)\n"
+        "    while live.attempt == before: time.sleep(0.01)"
+    )
+    for dead in (2, 1):
+        kernel.ok(f"kill({dead})")
+        kernel.ok("%%distributed --out res\ntrain(model, opt, 2)\ntype(model).__mro__[2] is Net")
+        assert kernel.value("res.values") == [True] * 4
+    kernel.ok("%%distributed --out res\ntrain(other, its_opt, 6) == train(model, opt, 0)")
+    assert kernel.value("res.values") == [True] * 4
+    kernel.ok("%distributed stop")
+
+
 def test_training_with_ddp_goes_on_where_some_ranks_have_arranged_the_buckets(quad):
     begin(quad, 1)
     dies = "if rank == 1: fail()\nstep(model, opt, 1)"
