@@ -870,9 +870,6 @@ class _Step(Machine[GroupState, Action]):
             gone=gone,
             called={} if job is None else job.called,
             succeeded=job is not None and job.succeeded,
-            renews=state.replaces
-            and 0 < len(state.adopted) < state.members.world_size
-            and not state.all_ready,
         )
         self.set(sends, recovery=recovery)
 

@@ -30,10 +30,7 @@ _RECOVERY_SECONDS = 60.0
 
 
 REFORMING = "re-forming the process group"
-REFORMED = (
-    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
-)
-RENEWED = "process group re-formed; variables kept; groups you made yourself with new_group are gone"
+REFORMED = "process group re-formed; variables kept; groups you made yourself with new_group are gone"
 NOT_IN_PLACE = "the process groups could not be formed again in place: "
 UNUSABLE_IN_PLACE = "cannot be used any more, although the groups go on"
 REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
@@ -71,8 +68,6 @@ class Recovery(msgspec.Struct, frozen=True):
     overdue_at: float | None = None
     """When ranks that are not ready are asked whether they still recover, or were asked long enough ago."""
     until: float = 0.0
-    renews: bool = False
-    """Whether a rank was started again, and the models of the others begin again with it."""
     late: Survey | None = None
 
     @property
@@ -93,7 +88,6 @@ class Recovery(msgspec.Struct, frozen=True):
         gone: frozenset[str] | None = None,
         called: Tallies | None = None,
         succeeded: bool = False,
-        renews: bool = False,
     ) -> tuple[Recovery, Sends]:
         """Find out what the ranks need; `cut` says whether connections between them have been cut.
 
@@ -108,7 +102,6 @@ class Recovery(msgspec.Struct, frozen=True):
             called=called or {},
             succeeded=succeeded,
             gone=gone,
-            renews=renews,
             until=now + _RECOVERY_SECONDS,
         )
         return begun.patient(now, grace), sends
@@ -155,7 +148,7 @@ class Recovery(msgspec.Struct, frozen=True):
         # A rank that forms its group with lost ranks would wait without end.
         freed = () if self.gone is None else free(answers, answers, self.gone)
         sends = (
-            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ()), renews=self.renews))
+            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ())))
             for rank in sorted(self.members)
         )
         begun = replace(
@@ -191,8 +184,7 @@ class Recovery(msgspec.Struct, frozen=True):
             # After a job that has succeeded, the user has seen no error that would explain it.
             told += [self.unfit] if self.unfit and self.succeeded else []
             told += [f"{NOT_IN_PLACE}{message.why_not}"] if message.why_not else []
-            anew = RENEWED if self.renews else REFORMED
-            told.append(REFORMED_IN_PLACE if message.in_place else anew)
+            told.append(REFORMED_IN_PLACE if message.in_place else REFORMED)
             names = ", ".join(f"{each}{_where(on, everyone)}" for each, on in stepped.items())
             told += [f"{STEPPED}{names}"] if names else []
         if dead:

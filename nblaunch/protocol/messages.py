@@ -1010,8 +1010,6 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
     number: int
     reform: bool
     fds: tuple[int, ...] = ()
-    renews: bool = False
-    """Whether a rank was started again: DDP models begin again with the new group, as that rank's do."""
 
 
 class Preempt(msgspec.Struct, frozen=True, tag=True):

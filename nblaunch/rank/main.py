@@ -644,8 +644,8 @@ class Rank:
             if order.reform:
                 found = self.dead_variables.find()
                 formed = process_group.form_again(order.number, self.device, cut)
-                if order.renews and not formed.in_place:
-                    from nblaunch.rank import saving, sharded  # only where a rank has died
+                if not formed.in_place:
+                    from nblaunch.rank import saving, sharded  # only where groups are lost
 
                     tell = saving.Meeting(f"renew {order.number}", _AGREE_SECONDS).tell
                     goes_on = sharded.renew_meshes(tell, joins=self._joins, renumbered=self._renumbered)

@@ -9,6 +9,7 @@ loaded, by all ranks in one order. A mesh of all ranks is one of all ranks again
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import sys
@@ -493,17 +494,25 @@ def _renew_models(meshes: Container[int], dead: set[int], joining: Collection[in
     going_on = set[int]()
     for state in _states_of_fsdp():
         groups, modules = _groups_of(state), state._modules  # noqa: SLF001 - FSDP2's own
-        there = all(id(each.mesh_info.mesh) in meshes and _has_holders(each, joining) for each in groups)
-        if not there or any(map(_why_not_in_memory, modules)):
+        there = all(id(info.mesh) in meshes for each in groups for info in _infos_of(each))
+        # A rank that joins is sent the models, with its shards.
+        sent = all(_has_holders(each, joining) for each in groups) and not any(
+            map(_why_not_in_memory, modules)
+        )
+        if not there or any(map(namespace.refuses, modules)) or (joining and not sent):
             dead |= set(map(id, modules))
     for state in _states_of_fsdp():
         modules = state._modules  # noqa: SLF001 - as above
         if all(id(part) not in dead for module in modules for part in module.modules()):
             going_on |= set(map(id, modules))
-            for group in _groups_of(state):
-                # `post_forward_mesh_info` is the same, or None.
-                group.mesh_info.__post_init__()
+            for info in itertools.chain.from_iterable(map(_infos_of, _groups_of(state))):
+                info.__post_init__()
     return going_on
+
+
+def _infos_of(group: Any) -> list[Any]:
+    """Return what FSDP2 knows of the mesh of a model, and of that in which it shards after a forward."""
+    return [each for each in (group.mesh_info, group.post_forward_mesh_info) if each is not None]
 
 
 def _has_groups(mesh: DeviceMesh) -> bool:

@@ -165,7 +165,7 @@ def test_a_rank_that_was_killed_idle_has_on_its_gpu_what_all_had_alike(dead):
             "own had no copy and is gone (it was not the same on all ranks, as far as is known); "
             "random state of Python, random state of torch, random state of CUDA: anew"
         )
-        assert recovery.RENEWED in found.warnings
+        assert recovery.REFORMED in found.warnings
         assert not any("what revives each" in each for each in found.warnings)
         check_whole(session, dead)
         after = pids(session)
@@ -220,7 +220,7 @@ def test_models_of_the_default_group_go_on_and_groups_that_the_program_made_are_
         found = cell(session, "[each for each in ('model', 'pair', 'mesh', 'grouped') if each in globals()]")
         everything = ["model", "pair", "mesh", "grouped"]
         assert found.values == [everything, ["model", "mesh"], everything]
-        assert recovery.RENEWED in found.warnings
+        assert recovery.REFORMED in found.warnings
         (gone,) = [each for each in found.warnings if "what revives each" in each]
         wrapped = "DDP(grouped.module, device_ids=[device.index], process_group=pair)"
         for name, remedy in (

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import nblaunch
+from nblaunch.group.recovery import REFORMED
 
-REFORMED = (
-    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
-)
 SETUP = """
 import torch, torch.distributed as dist
 keep = 123

@@ -101,16 +101,8 @@ def works_with_empty_ranks(session: nblaunch.Session) -> None:
     assert (result.ok, result.warnings, len(result.attempts)) == (True, (), 1)
 
 
-def of_death(session: nblaunch.Session, rank: int) -> str:
-    """Return the notice in the result of a job in which a rank has died."""
-    return lifecycle.STARTED_AGAIN.format(rank) if session._live.options.on is None else GONE
-
-
 def works_without(session: nblaunch.Session, dead: int) -> None:
-    """Check that a rank that has died is back, and that the others have lost nothing: on nodes, all have."""
-    if session._live.options.on is not None:
-        works_with_empty_ranks(session)
-        return
+    """Check that a rank that has died is back, and that the others have lost nothing."""
     n = size(session)
     result = session.cell(
         "import torch, torch.distributed as dist\n"
@@ -409,7 +401,7 @@ def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(open_session, death
     assert (root.rank, root.exitcode, root.signal) == (1, exitcode, name)
     assert root.reason.startswith(reason)
     assert root.last_output.endswith("rank 1 goes on")
-    assert error.result.warnings == (of_death(session, 1),)
+    assert error.result.warnings == (lifecycle.STARTED_AGAIN.format(1),)
     works_without(session, 1)
 
 
@@ -429,14 +421,13 @@ def test_a_death_between_two_jobs_is_told_with_the_next(open_session, eventually
     session = open_session(2)
     os.kill(session.run(os.getpid)[1], signal.SIGKILL)
     eventually(lambda: session.status().attempt == 1, "the agent has noticed")
-    on_nodes = session._live.options.on is not None
     if between == "push":
         session.push({"pushed": 1})
     result = session.cell("rank")
     assert result.values == [0, 1]
     assert any(each.startswith("rank 1 was killed by SIGKILL") for each in result.warnings)
-    assert (GONE in result.warnings) == on_nodes
-    assert on_nodes or result.warnings[0].startswith("rank 1 is back: ")
+    assert result.warnings[0].startswith("rank 1 is back: ")
+    assert GONE not in result.warnings
 
 
 def until_there(file: Path) -> str:
@@ -447,20 +438,14 @@ def until_there(file: Path) -> str:
 
 @pytest.mark.quick
 def test_an_idle_rank_that_dies_leaves_the_job_of_the_others_alone(open_session, eventually, tmp_path):
-    """On nodes it takes it along."""
     session, file = open_session(2), tmp_path / "goes on"
     idle = session.run(os.getpid)[1]
     handle = session.submit(until_there, (file,), ranks=[0])
     eventually(lambda: session.status().ranks[0].state == "running", "rank 0 is at work")
     os.kill(idle, signal.SIGKILL)
-    if session._live.options.on is not None:
-        with pytest.raises(nblaunch.RunFailedError, match="rank 1 was killed by SIGKILL") as caught:
-            handle.result(30)
-        assert GONE in caught.value.result.warnings
-    else:
-        eventually(lambda: not psutil.pid_exists(idle), "rank 1 has gone")
-        file.touch()
-        assert handle.result(30).values == ["there"]
+    eventually(lambda: not psutil.pid_exists(idle), "rank 1 has gone")
+    file.touch()
+    assert handle.result(30).values == ["there"]
     works_without(session, 1)
 
 

@@ -1,4 +1,4 @@
-"""After a process group was formed again, what was made for the old one says so, and says what revives it."""
+"""After a process group was formed again, models go on; what cannot says so, and says what revives it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import nblaunch
+from nblaunch.group.recovery import REFORMED
 from nblaunch.rank import in_place
 
 pytestmark = pytest.mark.skipif(in_place.torch_can(), reason="groups are formed again in place: nothing dies")
 
-REFORMED = (
-    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
-)
 DEAD = "made for a process group that is gone, with what revives each: "
 SETUP = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.distributed.device_mesh import init_device_mesh
 
-def made():
+def made(**options):
     torch.manual_seed(rank)
-    model = DDP(torch.nn.Linear(4, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    model = DDP(torch.nn.Linear(4, 1), **options)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+def mean(_, bucket):
+    work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
 
 def step(model, opt):
     opt.zero_grad()
@@ -37,6 +40,30 @@ def reduced(group=None):
     t = torch.ones(1)
     dist.all_reduce(t, group=group)
     return t.item()
+"""
+LAYERS = """
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        if failing == "backward" and rank == 1: raise ValueError("in backward")
+        return grad
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    def forward(self, x):
+        if failing == "forward" and rank == 1: raise ValueError("in forward")
+        return self.second(Fail.apply(self.first(x)))
+
+def layers():
+    torch.manual_seed(rank)
+    model = DDP(Layers(), bucket_cap_mb=1e-6)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+failing = ""
 """
 BREAK = "if rank == 1: raise ValueError('a mistake')\ndist.all_reduce(torch.ones(1))"
 
@@ -74,48 +101,49 @@ def broken(session: nblaunch.Session) -> tuple[str, ...]:
     return result.warnings
 
 
-def test_a_ddp_model_is_named_with_the_line_that_revives_it(session):
-    cell(session, "model, opt = made(); step(model, opt)")
-    assert broken(session) == (REFORMED, f"{DEAD}model (model = DDP(model.module))")
+def test_a_ddp_model_goes_on_to_the_bit(session):
+    undisturbed = cell(session, "model, opt = made(); [step(model, opt) for _ in range(6)]").values[0]
+    cell(session, "model, opt = made(); losses = [step(model, opt) for _ in range(2)]")
+    for done in (4, 6):
+        assert broken(session) == (REFORMED,)
+        result = cell(session, "losses += [step(model, opt) for _ in range(2)]; losses")
+        assert result.values == [undisturbed[:done]] * 2, result.failures
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_ddp_model_goes_on_after_a_failure_within_a_step(session, where):
+    """Also while the traceback of the failure refers to what it was in."""
+    cell(session, LAYERS)
+    undisturbed = cell(session, "model, opt = layers(); [step(model, opt) for _ in range(6)]").values[0]
+    cell(session, "model, opt = layers(); losses = [step(model, opt) for _ in range(3)]")
+    result = cell(session, f"failing = '{where}'; step(model, opt)")
+    assert result.root_cause.message == f"in {where}"
+    assert result.warnings == (REFORMED,)
+    result = cell(session, "failing = ''; losses + [step(model, opt) for _ in range(3)]")
+    assert result.values == [undisturbed] * 2, result.failures
+
+
+def test_a_ddp_model_of_a_group_that_is_gone_is_named_with_the_line_that_revives_it(session):
+    cell(session, "group = dist.new_group([0, 1]); model, opt = made(process_group=group); step(model, opt)")
+    remedy = "model = DDP(model.module, process_group=group)"
+    named = f"{DEAD}group (group = dist.new_group(ranks=[0, 1])), model ({remedy})"
+    assert broken(session) == (REFORMED, named)
     for _ in range(2):
         result = cell(session, "step(model, opt)")
-        assert "To revive it: model = DDP(model.module)" in result.root_cause.message
+        assert f"To revive it: {remedy}" in result.root_cause.message
         assert len([each for each in result.failures if each.consequence_of is None]) == 2
         assert result.warnings == (), "the group is sound and is not formed again"
-    result = cell(session, "model = DDP(model.module); step(model, opt), step(model, opt)")
+    result = cell(session, f"group = dist.new_group([0, 1]); {remedy}; step(model, opt), step(model, opt)")
     assert result.ok, result.failures
     assert result.values[0] == result.values[1]
-    assert broken(session)[1:] == (f"{DEAD}model (model = DDP(model.module))",)
+    assert broken(session)[1:] == (named,)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_ddp_model_can_be_revived_after_a_failure_within_a_step(session, where):
     """Also while the traceback of the failure refers to the old one, whose hooks are on the parameters."""
-    cell(
-        session,
-        """
-        model, opt = made()
-        step(model, opt)
-        class Fail(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x): return x.clone()
-            @staticmethod
-            def backward(ctx, grad):
-                if failing and rank == 1: raise ValueError("in backward")
-                return grad
-        class Layers(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
-            def forward(self, x):
-                if failing == "forward" and rank == 1: raise ValueError("in forward")
-                return self.second(Fail.apply(self.first(x)))
-        failing = ""
-        model = DDP(Layers(), bucket_cap_mb=1e-6)
-        opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3): step(model, opt)
-        """,
-    )
+    cell(session, LAYERS)
+    cell(session, "model, opt = layers(); model.register_comm_hook(None, mean); step(model, opt)")
     result = cell(session, f"failing = '{where}'; step(model, opt)")
     assert result.root_cause.message == f"in {where}"
     assert result.warnings == (REFORMED, f"{DEAD}model (model = DDP(model.module))")
@@ -124,74 +152,100 @@ def test_a_ddp_model_can_be_revived_after_a_failure_within_a_step(session, where
     assert result.values[0] == result.values[1]
 
 
-def test_a_ddp_model_within_other_objects_is_named_as_the_program_writes_it(session):
-    cell(session, "net = torch.nn.Sequential(made()[0])\nclass Config: model = made()[0]")
-    assert broken(session)[1:] == (
-        f"{DEAD}net[0] (net[0] = DDP(net[0].module)), Config.model (Config.model = DDP(Config.model.module))",
-    )
-    cell(session, "del net, Config")
-
-
-def test_groups_and_meshes_are_named_where_they_are_kept(session):
+def test_what_is_gone_within_other_objects_is_named_as_the_program_writes_it(session):
     cell(
         session,
         """
+        class Config: group = dist.new_group(ranks=[0, 1])
         class Trainer: pass
-        group = dist.new_group(ranks=[0, 1])
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        trainer, models = Trainer(), {}
-        trainer.model, models["b"] = DDP(torch.nn.Linear(2, 2), find_unused_parameters=True), made()[0]
+        job, models = Trainer(), {"a": made()[0]}
+        job.model = DDP(torch.nn.Linear(2, 2), static_graph=True, process_group=Config.group)
+        models["b"], net = made(process_group=Config.group)[0], torch.nn.Sequential(made()[0])
+        net[0].register_comm_hook(None, mean)
         """,
     )
     reformed, dead = broken(session)
     assert reformed == REFORMED
     named = [
-        "group (group = dist.new_group(ranks=[0, 1]))",
-        "mesh (mesh = init_device_mesh('cpu', (2,), mesh_dim_names=('dp',)))",
-        "trainer.model (trainer.model = DDP(trainer.model.module, find_unused_parameters=True))",
-        "models['b'] (models['b'] = DDP(models['b'].module))",
+        "Config.group (Config.group = dist.new_group(ranks=[0, 1]))",
+        "net[0] (net[0] = DDP(net[0].module))",
+        "job.model (job.model = DDP(job.model.module, static_graph=True, process_group=Config.group))",
+        "models['b'] (models['b'] = DDP(models['b'].module, process_group=Config.group))",
     ]
     assert dead.startswith(DEAD)
     assert [line for line in named if line not in dead] == []
+    assert "models['a']" not in dead
     # What the notice says is what revives it.
     remedies = [line.partition(" (")[2][:-1] for line in named]
-    result = cell(
-        session,
-        "\n".join(remedies)
-        + "\ntrainer.model(torch.ones(2, 2)).sum().backward()\nreduced(group), reduced(mesh.get_group())",
-    )
-    assert result.values == [(2.0, 2.0)] * 2, result.failures
+    for model, x in (("job.model", 2), ("models['a']", 4), ("models['b']", 4), ("net", 4)):
+        remedies.append(f"{model}(torch.ones(2, {x})).sum().backward()")
+    result = cell(session, "\n".join([*remedies, "reduced(Config.group)"]))
+    assert result.values == [2.0] * 2, result.failures
+    cell(session, "del net, Config, Trainer, job, models")
 
 
-def test_a_group_that_is_gone_is_not_mistaken_for_a_later_one(session):
-    cell(session, "mesh = init_device_mesh('cpu', (2,)); group = dist.new_group([0, 1])")
-    broken(session)
-    cell(session, "another = [dist.new_group([rank]) for rank in (0, 1)]")
-    result = cell(session, "reduced(mesh.get_group())")
-    assert not result.ok
+def test_a_mesh_goes_on_and_a_group_that_is_gone_is_not_mistaken_for_a_later_one(session):
+    made = 'init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dist.new_group([0, 1])'
+    cell(session, f"mesh, group = {made}")
     remedies = "group (group = dist.new_group(ranks=[0, 1]))"
-    assert remedies in result.warnings[-1], (result.warnings, result.failures)
-    assert "mesh (mesh = init_device_mesh('cpu', (2,)))" in result.warnings[-1]
-    assert result.warnings[0].startswith(DEAD), "nothing was formed again"
+    assert broken(session) == (REFORMED, f"{DEAD}{remedies}")
+    cell(session, "another = [dist.new_group([rank]) for rank in (0, 1)]")
+    result = cell(session, "reduced(mesh.get_group()), reduced(mesh['dp'].get_group())")
+    assert result.values == [(2.0, 2.0)] * 2, result.failures
     result = cell(session, "reduced(group)")
     assert remedies in result.warnings[-1], (result.warnings, result.failures)
+    assert result.warnings[0].startswith(DEAD), "nothing was formed again"
     result = cell(session, "1 / 0")
     assert result.warnings == (), "that has nothing to do with groups"
 
 
-def test_a_sharded_model_is_named_and_refuses(session):
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+
+def sharded(mesh=None, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    mesh = mesh or init_device_mesh("cpu", (world_size,))
+    for part in (*model, model): fully_shard(part, mesh=mesh, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+def sharded_step(model, opt, stop=""):
+    opt.zero_grad()
+    loss = model(torch.ones(8, 4) * (rank + 1)).square().mean()
+    if stop == "forward" and rank == 1: raise ValueError("a mistake")
+    loss.backward()
+    if stop == "backward" and rank == 1: raise ValueError("a mistake")
+    if stop: reduced()
+    opt.step()
+    return [each.full_tensor().sum().item() for each in model.parameters()]
+"""
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
+@pytest.mark.parametrize("where", ["between", "forward", "backward"])
+def test_a_model_of_fsdp2_goes_on_to_the_bit(session, where):
+    cell(session, SHARDED)
+    undisturbed = cell(session, "model, opt = sharded(); [sharded_step(model, opt) for _ in range(5)]").values
+    cell(session, "model, opt = sharded(); losses = [sharded_step(model, opt) for _ in range(2)]")
+    source = BREAK if where == "between" else f"sharded_step(model, opt, {where!r})"
+    result = cell(session, source)
+    assert (result.root_cause.message, result.warnings) == ("a mistake", (REFORMED,))
+    result = cell(session, "losses + [sharded_step(model, opt) for _ in range(3)]")
+    assert result.values == undisturbed, result.failures
+
+
+def test_a_model_of_fsdp2_on_a_mesh_that_not_all_ranks_have_is_named_and_refuses(session):
     cell(
         session,
-        """
-        from torch.distributed.fsdp import fully_shard
-        sharded = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-        sharded(torch.ones(2, 4)).sum().backward()
-        """,
+        f"""{SHARDED}
+from torch.distributed.device_mesh import DeviceMesh
+own = dist.new_group([rank], use_local_synchronization=True)
+model, opt = sharded(DeviceMesh.from_group(own, "cpu"))
+""",
     )
     _, dead = broken(session)
-    assert dead == f"{DEAD}sharded (FSDP: build it and its optimizer again, from a checkpoint)"
-    result = cell(session, "sharded(torch.ones(2, 4))")
+    assert "model (FSDP: build it and its optimizer again, from a checkpoint)" in dead
+    result = cell(session, "model(torch.ones(2, 4))")
     assert "this model's process group is gone" in result.root_cause.message
     assert result.warnings == ()
 
