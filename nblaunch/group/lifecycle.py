@@ -65,7 +65,7 @@ from nblaunch.group.ending import NEVER, Consequence, Ending, EndingStep, Interr
 from nblaunch.group.fitness import Tallies, uneven
 from nblaunch.group.locating import Locating
 from nblaunch.group.machine import LocateRanks, Machine, Order, RestartAsked, Send, Sends, Survey
-from nblaunch.group.recovery import Recovery
+from nblaunch.group.recovery import Recovery, apart
 from nblaunch.protocol import messages
 from nblaunch.protocol.ranks import RankSet
 from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
@@ -134,6 +134,8 @@ class JobState(msgspec.Struct, frozen=True):
     """Whether every rank has an outcome, or has had the time to report one."""
     called: Tallies = {}
     """Collectives called within it by each rank that has ended it."""
+    steps: Mapping[int, tuple[messages.StepsTaken, ...]] = {}
+    """The steps of optimizers that each of these has taken within it."""
     open: bool = False
     """Whether a rank has returned while NCCL operations were open."""
     left_open: Survey | None = None
@@ -513,7 +515,8 @@ class _Step(Machine[GroupState, Action]):
             self.set_job(questions=(*job.questions, message))
         else:
             left_open = job.open or (isinstance(message, messages.Returned) and message.open)
-            self.set_job(open=left_open, called={**job.called, message.rank: message.tallies})
+            called = {**job.called, message.rank: message.tallies}
+            self.set_job(open=left_open, called=called, steps={**job.steps, message.rank: message.steps})
 
     def connected(self, message: messages.Hello) -> None:
         state, rank = self.state, message.rank
@@ -854,6 +857,8 @@ class _Step(Machine[GroupState, Action]):
             if job.succeeded and not uneven(job.called, self.present().ranks):
                 self.finish()
             else:
+                for each in () if job.succeeded else apart(job.steps):
+                    self.fold_run(messages.Noticed(text=each))
                 self.begin_recovery()
 
     def begin_recovery(self, *, cut: bool = False) -> None:

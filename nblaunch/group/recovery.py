@@ -10,7 +10,7 @@ not get ready in time are replaced.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from nblaunch.diagnose.hang import connections_between
 from nblaunch.group.fitness import Tallies, unfit
 from nblaunch.group.machine import RestartAsked, Send, Sends, Survey
 from nblaunch.protocol import messages
-from nblaunch.protocol.reports import format_ranks
+from nblaunch.protocol.reports import format_ranks, ranks_by_answer
 
 # Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
 _FITNESS_SECONDS = 5.0
@@ -37,6 +37,12 @@ REFORMED_IN_PLACE = "process group re-formed in place; variables, models and gro
 STEPPED = (
     "an optimizer's step was queued on the GPU behind the interrupted collective, and ran with gradients "
     "that were not summed: its parameters and its state are wrong. Load a checkpoint, or make these anew: "
+)
+
+
+APART = (
+    "the ranks stopped within a step of {}: it is {}. Parameters may differ between ranks: "
+    "load a checkpoint, or look with %distributed diff"
 )
 
 
@@ -194,6 +200,30 @@ class Recovery(msgspec.Struct, frozen=True):
             made = UNUSABLE_IN_PLACE if message.in_place else "made for a process group that is gone"
             told.append(f"{made}, with what revives each: {remedies}")
         return self.abandoned(), tuple(messages.Noticed(text=each) for each in told)
+
+
+def apart(steps: Mapping[int, tuple[messages.StepsTaken, ...]]) -> Iterator[str]:
+    """Say of which optimizers the ranks of a job that has failed have stopped one step apart.
+
+    Ranks that sum gradients cannot be further apart. Others train each by itself.
+
+    >>> done = messages.StepsTaken(begun=5, ended=5, names=("model", "opt"))
+    >>> print(next(apart({0: (done,), 1: (messages.StepsTaken(begun=4, ended=4),)})).partition(".")[0])
+    the ranks stopped within a step of model, opt: it is done on rank 0, not done on rank 1
+    """
+    none = messages.StepsTaken(begun=0, ended=0)
+    for number in range(max(map(len, steps.values()), default=0)):
+        taken = {rank: each[number] if number < len(each) else none for rank, each in steps.items()}
+        optimizers = taken.values()
+        last = max(each.begun for each in optimizers)
+        if len(steps) > 1 and last - min(each.ended for each in optimizers) == 1:
+            done = {
+                rank: "done" if each.ended == last else "done in part" if each.begun == last else "not done"
+                for rank, each in taken.items()
+            }
+            names = next((each.names for each in optimizers if each.names), ("an optimizer",))
+            how = ", ".join(f"{word} on {format_ranks(on)}" for word, on in ranks_by_answer(done).items())
+            yield APART.format(", ".join(names), how)
 
 
 def _where(on: tuple[int, ...], members: int) -> str:

@@ -346,6 +346,17 @@ class Tally(msgspec.Struct, frozen=True):
         return self.backend, self.group, self.ranks
 
 
+class StepsTaken(msgspec.Struct, frozen=True):
+    """How many steps an optimizer has begun and ended within a job.
+
+    `names` are those of its variables and its models' where the job has failed.
+    """
+
+    begun: int
+    ended: int
+    names: tuple[str, ...] = ()
+
+
 class Returned(_OfRank, frozen=True):
     """The job is done; `text` and `html` are the value as the rank's own shell shows it.
 
@@ -365,6 +376,8 @@ class Returned(_OfRank, frozen=True):
     memory: MemoryUse | None = None
     tallies: tuple[Tally, ...] = ()
     """Of a session's rank: its calls within the job, for each group in which it called anything."""
+    steps: tuple[StepsTaken, ...] = ()
+    """Of a session's rank: those of each optimizer, in the order of their first ones."""
 
 
 class Raised(_OfRank, frozen=True):
@@ -375,6 +388,8 @@ class Raised(_OfRank, frozen=True):
     peak_gpu_memory: int | None = None
     memory: MemoryUse | None = None
     tallies: tuple[Tally, ...] = ()
+    """As in `Returned`."""
+    steps: tuple[StepsTaken, ...] = ()
     """As in `Returned`."""
 
 

@@ -305,8 +305,7 @@ class Rank:
         self._enter(messages.Phase.PROCESS_GROUP)
         if self.orders.keep:
             in_place.accept_groups()
-            if self.device.type == "cuda":
-                optimizer_steps.follow()
+            optimizer_steps.follow()
         if prepare.backend is not None:
             process_group.form(prepare.backend, self.device, prepare.timeout, joins=prepare.joins)
             if process_group.rethrows_errors() and (warning := environment.unheard_timeouts()):
@@ -392,6 +391,7 @@ class Rank:
         if not dispatch.internal:
             memory.reset_peak()
         self._outgoing.close()
+        optimizer_steps.begin_job()
         late = not dispatch.internal and bool(stdio.output.kept)
         started = messages.Started(
             rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late
@@ -570,6 +570,7 @@ class Rank:
                 peak_gpu_memory=memory.peak() if used is None else used.device_peak,
                 memory=used,
                 tallies=process_group.called() if self.orders.keep else (),
+                steps=self.dead_variables.steps(named=False),
             )
         )
 
@@ -613,6 +614,7 @@ class Rank:
                 peak_gpu_memory=used.device_peak,
                 memory=used,
                 tallies=process_group.called() if self.orders.keep else (),
+                steps=self.dead_variables.steps(named=True),
             )
         )
 

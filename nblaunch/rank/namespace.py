@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from nblaunch.capture import pickling
 from nblaunch.capture.identity import ObjectTable
 from nblaunch.capture.parts import parts_of
-from nblaunch.protocol.messages import DeadVariable, Objects
+from nblaunch.protocol.messages import DeadVariable, Objects, StepsTaken
 from nblaunch.rank import in_place, optimizer_steps, process_group, shell
 from nblaunch.rank.stores import StoreNotes
 
@@ -390,6 +390,13 @@ class DeadVariables:
         except Exception:  # noqa: BLE001 - a user's model may raise anything when it is examined
             found = ("an optimizer",)
         return found[:_MOST_NAMED]
+
+    def steps(self, *, named: bool) -> tuple[StepsTaken, ...]:
+        """Return the optimizers' steps of this job."""
+        try:
+            return optimizer_steps.taken(self._things() if named else ())
+        except Exception:  # noqa: BLE001 - as above
+            return optimizer_steps.taken()
 
     def _things(self) -> Iterator[tuple[str, object]]:
         """Yield the variables, their attributes and what they contain, one level down, by path."""

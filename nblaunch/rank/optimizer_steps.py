@@ -1,4 +1,7 @@
-"""Steps of optimizers that a GPU still has to run when its collectives are aborted.
+"""Steps of optimizers: how many of a job a rank has taken, and which a GPU still has to run.
+
+Ranks that an interrupt or a mistake stops, each at a line of its own, may be a step apart: their models then
+differ, and go on so. `nblaunch.group.recovery` compares what they have counted.
 
 A program runs ahead of its GPU: it may have queued an optimizer's step behind the collective that sums the
 gradients. CUDA cannot take that back. When the collective is aborted the step runs, with gradients of this
@@ -13,21 +16,55 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from nblaunch.protocol.messages import StepsTaken
 
 # Behind what the last step of each has queued.
 _ends = weakref.WeakKeyDictionary[Optimizer, torch.cuda.Event]()
 
 
+_MOST = 64
+# How many steps each has begun and ended in this job. All ranks begin the first ones in one order.
+_taken = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
+
+
 def follow() -> None:
-    register_optimizer_step_post_hook(_note)
+    register_optimizer_step_pre_hook(_note_begin)
+    register_optimizer_step_post_hook(_note_end)
 
 
-def _note(optimizer: Optimizer, *_: object) -> None:
+def begin_job() -> None:
+    _taken.clear()
+
+
+def taken(things: Iterable[tuple[str, Any]] = ()) -> tuple[StepsTaken, ...]:
+    """Return the steps of this job; optimizers and their models have their names among these variables."""
+    named = list(things)
+    return tuple(
+        StepsTaken(begun=begun, ended=ended, names=names([each], named) if named else ())
+        for each, (begun, ended) in list(_taken.items())[:_MOST]
+    )
+
+
+def _note_begin(optimizer: Optimizer, *_: object) -> None:
+    if not torch.compiler.is_compiling():
+        # One that raised is counted once.
+        ended = _taken.get(optimizer, (0, 0))[1]
+        _taken[optimizer] = ended + 1, ended
+
+
+def _note_end(optimizer: Optimizer, *_: object) -> None:
     # A compiler would break its graph at the event, and a capture would make the event a part of its own.
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+    if torch.compiler.is_compiling():
         return
-    if not torch.cuda.is_current_stream_capturing():
+    begun = _taken.get(optimizer, (1, 0))[0]
+    _taken[optimizer] = begun, begun
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         # A new one each time: an event stays on the device on which it was recorded first.
         _ends[optimizer] = end = torch.cuda.Event()
         end.record()

@@ -123,3 +123,57 @@ def test_without_a_record_of_collectives_a_mistake_costs_the_group():
         assert cell(session, "reduced()").warnings == ()
         assert cell(session, "reduced(); raise ValueError('on all ranks')").warnings == (REFORMED,)
         assert cell(session, "reduced()").values == [2.0, 2.0]
+
+
+TRAINING = """
+import torch
+class Optimizer(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for number, each in enumerate(each for group in self.param_groups for each in group["params"]):
+            if within == (self.number, number): raise ValueError("within")
+            each -= each.grad
+        self.number += 1
+
+def trained(stop=None, steps=3, summed=True):
+    global model, opt
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    opt = Optimizer(model.parameters(), lr=1.0)
+    opt.number = 0
+    for step in range(steps):
+        opt.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        for each in model.parameters() if summed else (): dist.all_reduce(each.grad)
+        if step == stop: raise ValueError("before the step")
+        opt.step()
+
+within = None
+"""
+STEP = "the ranks stopped within a step of model, opt: it is {}. Parameters may differ between ranks: "
+
+
+@pytest.mark.parametrize(
+    ("source", "done"),
+    [
+        ("trained(1 if rank == 1 else None)", "done on rank 0, not done on rank 1"),
+        ("trained(0 if rank == 0 else None)", "not done on rank 0, done on rank 1"),
+        ("within = (1, 1) if rank == 1 else None; trained()", "done on rank 0, done in part on rank 1"),
+        ("within = (2, 1); trained()", "done in part on ranks 0-1"),
+        ("trained(); 1 // rank", ""),
+        ("trained(1)", ""),
+        ("within = (0, 0)\ntry: trained()\nexcept ValueError: within = None\ntrained(1)", ""),
+        ("trained(0 if rank else None, summed=False)", ""),
+    ],
+    ids=["later", "first", "within", "all within", "after", "same step", "again", "each by itself"],
+)
+def test_ranks_that_stop_within_a_step_of_an_optimizer_say_so(session, source, done):
+    """They have other parameters then, and a model that goes on trains on with these."""
+    cell(session, TRAINING)
+    result = cell(session, source)
+    assert result.failures
+    told = [each for each in result.warnings if "within a step" in each]
+    assert [each.partition("load a")[0] for each in told] == ([STEP.format(done)] if done else [])
+    for later in ("1 / 0", "within = None; trained()"):
+        again = cell(session, later)
+        assert not [each for each in again.warnings if "within a step" in each], "of an earlier cell"
