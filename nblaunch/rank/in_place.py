@@ -49,7 +49,6 @@ _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
 _CONNECT_SECONDS = 30.0
 _OLD, _NEW = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"
-# Ranks rebuild buckets after their first backward. One that failed before that has others than its peers.
 _OTHER_BUCKETS = "its ranks were in different steps, before and after DDP had arranged its buckets"
 # NCCL would revoke what takes longer: the GPU goes on with wrong values, and only the next call raises.
 _NO_LIMIT = timedelta(days=1)
@@ -366,8 +365,13 @@ def form_again(
         raise NotInPlaceError(store.get("failed").decode())
     lost: list[tuple[object, str]] = []
     for model, made in models:
-        alike = len({each[0][str(made)] for each in steps if str(made) in each[0]}) == 1
-        if why := _forgotten(model, _forget_reduction) if alike else _OTHER_BUCKETS:
+        if len({each[0][str(made)] for each in steps if str(made) in each[0]}) == 1:
+            why = _forgotten(model, _forget_reduction)
+        else:
+            # Ranks rebuild buckets after their first backward. One that failed before that has others.
+            of_default = model.process_group is dist.group.WORLD
+            why = "" if of_default and begin_again(model, ()) else _OTHER_BUCKETS
+        if why:
             lost.append((model, why))
     return lost + _forget_begun(roots, [each[1] for each in steps])
 

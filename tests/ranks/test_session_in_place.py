@@ -94,18 +94,26 @@ def test_a_model_that_cannot_forget_its_step_refuses_also_where_no_variable_lead
     cell(session, "del deep")
 
 
-def test_ddp_whose_ranks_have_arranged_buckets_and_have_not_is_named(session):
+def test_ddp_whose_ranks_have_arranged_buckets_and_have_not_goes_on_with_new_ones(session):
     """Rank 1 fails in the step in which the others arrange theirs; NCCL lets them go on without it."""
-    cell(session, "model, _ = made('ddp'); model(torch.ones(1, 8)).sum().backward()")
+    cell(session, "group = dist.new_group([0, 1]); (model, opt), other = made('ddp'), made('ddp')[0].module")
+    cell(session, "other = DDP(other, process_group=group)")
+    cell(session, "for each in (model, other): each(torch.ones(1, 8)).sum().backward()")
     broken = cell(
         session,
-        "model._has_rebuilt_buckets = rank == 0\nif rank == 1: raise ValueError('a mistake')\nreduced()",
+        "model._has_rebuilt_buckets = other._has_rebuilt_buckets = rank == 0\n"
+        "if rank == 1: raise ValueError('a mistake')\nreduced()",
     )
-    assert "model (model = DDP(model.module); it cannot forget its last step: its ranks" in broken.warnings[1]
-    refused = cell(session, "model(torch.ones(1, 8))")
-    assert "it cannot go on from there" in refused.root_cause.message
-    trained = cell(session, "model = DDP(model.module); model(torch.ones(1, 8)).sum().backward()")
+    # torch lets only models of the default group begin again.
+    assert broken.warnings[0] == REFORMED_IN_PLACE
+    assert broken.warnings[1].partition(": ")[2].startswith("other (other = DDP(other.module, process_group=")
+    assert "model (" not in broken.warnings[1]
+    assert "it cannot go on from there" in cell(session, "other(torch.ones(1, 8))").root_cause.message
+    trained = cell(session, "for number in range(3): step(model, opt, number)")
     assert trained.ok, trained.failures
+    summed = cell(session, "[each.grad.tolist() for each in model.parameters()]").values
+    assert summed[0] == summed[1]
+    cell(session, "del model, opt, other, group")
 
 
 def test_groups_and_meshes_of_the_program_go_on(session):
