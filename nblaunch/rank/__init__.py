@@ -36,7 +36,7 @@ Modules, each after those that it imports:
 
     environment      the environment, directory, limits and device that a rank begins with
     modules          the notebook's own modules on another machine
-    optimizer_steps  steps that a GPU still has to run when its collectives are aborted
+    optimizer_steps  how many steps of optimizers a job has taken, and which a GPU still has to run
     flight_recorder  torch's flight recorders: which collectives were begun, and which are open
     isolate          the first thing after the fork; reaps orphans; standard library only
     memory           memory of host and GPU: what a job used, and who holds what when an allocation fails
