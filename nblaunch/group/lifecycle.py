@@ -833,12 +833,12 @@ class _Step(Machine[GroupState, Action]):
         self.set_job(settled=True, settle_at=None)
         others = frozenset(rank.rank for rank in job.run.ranks.values() if not rank.state.final)
         self.act(ReleaseWorkers(job.succeeded, others))
+        if job.succeeded and not self.state.interruption.begun:
+            self.finish()  # all values are here: the ranks leave while the user goes on
         if not others:
             self.send_leave(job.run.ranks)
         if self.state.interruption.begun:
             self.act(Order.STOP_AGENT)  # also: no restart
-        elif job.succeeded:
-            self.finish()  # all values are here: the ranks leave while the user goes on
 
     def settle_persistent(self, job: JobState) -> None:
         state = self.state

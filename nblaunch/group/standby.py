@@ -2,8 +2,8 @@
 
 After a run on fresh ranks in a notebook, a thread prepares a group of the same shape while nothing runs; the
 next run of that shape takes it. Only then do its ranks get the notebook's environment, directory and path,
-and touch a device. The group is dropped when it is not used for a while, when the shape changes, and where
-memory is short.
+and touch a device; of the rest they have done by then what every job does for the first time. The group is
+dropped when it is not used for a while, when the shape changes, and where memory is short.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ _ERROR_CHARACTERS = 2000
 _SETTLE_SECONDS = 1.0
 # Most ends are over by then: shown at once, they would only flicker.
 _MOMENT_SECONDS = 0.2
-# How long a rank has been without orders when it looks at its variables, one after the other.
+# How long a rank has been without orders when it rehearses, or looks at its variables, one after the other.
 _IDLE_SECONDS = 0.25
 # They have just formed their group together.
 _AGREE_SECONDS = 30.0
@@ -172,6 +172,8 @@ class Rank:
         """Whether the user sees nothing of the job."""
         self._unsaved = False
         """Whether a job has run since this rank last saved."""
+        self._rehearsed = False
+        """Whether it has had the time to."""
         self._waited = False
         """Whether it has waited for the threads of its job."""
         stacks.dump_on_signal(orders.spill, self.rank)
@@ -228,7 +230,12 @@ class Rank:
             self._leave(exitcode, abort=abort)
 
     def _next_order(self) -> object:
-        """Wait for the next order; until it comes, sketch variables."""
+        """Wait for the next order; until it comes, rehearse before the first one, later sketch variables."""
+        if not self._rehearsed:
+            self._rehearsed = True
+            with contextlib.suppress(queue.Empty):
+                return self.link.inbox.get(timeout=_IDLE_SECONDS)
+            self._rehearse()
         idle, last_told = False, time.monotonic()
         while self.sketches.waits:
             at_once = (idle or self.sketches.hurries) and not process_group.is_busy(self.device)
@@ -241,6 +248,21 @@ class Rank:
                 self._send_names((), urgent=True)
                 last_told = time.monotonic()
         return self.link.inbox.get()
+
+    def _rehearse(self) -> None:
+        """Do what every job does, while a rank of a standby group waits.
+
+        A fork copies a page when it first writes to it. A job writes to a thousand of them, for 5 us each,
+        and the first look at the rank's memory takes as long. Nothing here reads the environment, which comes
+        with `Prepare`: of torch much would keep what it has read.
+        """
+        shell.rehearse()
+        with values.send(None, self._spill) as outgoing:
+            parts = shared_memory.get(outgoing.payload, private=True)
+            pickling.loads(parts[0], parts[1:], self.device_name)
+        script.leave_out_finalizers()
+        memory.used()
+        process_group.connect()
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Do one step; what it raises becomes this rank's failure."""

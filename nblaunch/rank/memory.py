@@ -41,7 +41,7 @@ class HostMeter:
     Now is what is private, less what the fork server still shares of it. How much that is, only a walk over
     all pages tells; it takes 0.7 ms, and 5 ms more for each GB. So a job that was shorter than a hundred
     times that is given what the last walk found: it may be a few MB less by now, as the rank writes to more
-    of these pages.
+    of these pages. A rank of a standby group has walked before its job came.
     """
 
     def __init__(self) -> None:

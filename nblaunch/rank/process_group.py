@@ -114,6 +114,11 @@ _stepped: list[Optimizer] = []
 """The optimizers whose step the GPU had not ended when an abort began."""
 
 
+def connect() -> None:
+    """Connect to the agent's store, over which the group will be formed."""
+    _store("default", 0)
+
+
 def form(backend: str, device: torch.device, timeout: float | None = None, *, joins: bool = False) -> None:
     """Form the default group of all ranks over the agent's store.
 

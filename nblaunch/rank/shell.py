@@ -345,14 +345,20 @@ def _ipython_directory(private: str | None) -> str:
         tempfile.tempdir = usual
 
 
+def rehearse() -> None:
+    """Run one cell, and show its value."""
+    made = prepare()
+    made.describe(made.run_cell("0", store_history=False).result)
+    made.last_execution_result = None
+
+
 def _warm_up(made: RankShell) -> None:
     """Run one cell, show its value, and format one traceback: what IPython makes for that, ranks share.
 
     A rank would take 15 ms for the first two. For the traceback's imports, 100 ms, a failed rank would keep
     its peers waiting.
     """
-    made.describe(made.run_cell("0", store_history=False).result)
-    made.last_execution_result = None
+    rehearse()
     try:
         raise LookupError  # noqa: TRY301 - raised to be caught
     except LookupError as error:

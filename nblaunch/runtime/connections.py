@@ -230,9 +230,13 @@ class ClientConnection:
         self._names[rank] = self._put(FrameKind.EVENT, 0, encode(event), waits=True), event
 
     def last_event(self, event: wire.RuntimeEvent) -> None:
-        """Send the event that ends a job: no state will follow that stands for what was folded before."""
+        """Send the event that ends a job, at once: the user waits for it.
+
+        No state will follow that stands for what was folded before.
+        """
         self._outbox.keep_folded()
         self.event(event)
+        self._flush()
 
     def folded(self, job: int, raw: bytes) -> None:
         """Send a folded message of `job` as it was encoded, unless the client is behind."""

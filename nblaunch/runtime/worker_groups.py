@@ -230,7 +230,6 @@ def _ranks_with(  # noqa: PLR0913, PLR0917 - ranks, and what they are on
 
 def _make_way(local: LocalRuntime, there: PlacedRanks) -> None:
     """Wait until the ranks of earlier runs have exited, where they hold memory that these may need."""
-    local.server.ensure_running()
     local.wait_until_left(lambda _: there.placement.device_type != "cpu")
 
 

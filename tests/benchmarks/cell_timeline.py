@@ -1,6 +1,8 @@
-"""Follow one cell of a session through its processes, by time stamps, and draw it as a page.
+"""Follow one cell through its processes, by time stamps, and draw it as a page.
 
-    python tests/benchmarks/cell_timeline.py [--ranks N] [--repeats N] [CHECKOUT] > cell.html
+    python tests/benchmarks/cell_timeline.py [--fresh] [--ranks N] [--repeats N] [CHECKOUT] > cell.html
+
+The cell is one of a session; with `--fresh` it runs on fresh ranks, 3 s apart: a standby group is there.
 
 The functions of `STEPS` are wrapped as their modules are loaded, in the kernel, in the runtime and on the
 ranks, and note when each call began and ended, by the one monotonic clock of the machine; that costs about a
@@ -27,23 +29,43 @@ from jupyter_client.manager import KernelManager
 
 ROOT = Path(__file__).parents[2]
 WIDTH, BAR = 1500, 18
-CELL = """%%distributed
+PACE_SECONDS = 3.0
+"""Between two cells on fresh ranks: how fast a user goes on."""
+CELL = """%%distributed {options}
 import torch, torch.distributed as dist
 t = torch.ones(1)
 dist.all_reduce(t)
 t.item()"""
 STEPS = {
-    "nblaunch.magic.magics": ["DistributedMagics._run_cell", "DistributedMagics._names_in", "parse_line"],
+    "nblaunch.magic.magics": [
+        "DistributedMagics._run_cell",
+        "DistributedMagics._names_in",
+        "parse_line",
+        "_after_cell",
+    ],
+    "nblaunch.client.preparation": ["fresh_job"],
     "nblaunch.client.session": ["LiveSession.prepare_cell", "LiveSession._run"],
-    "nblaunch.client.run": ["_submit", "_collect", "JobWait._take"],
+    "nblaunch.client.run": ["run_fresh", "_submit", "_collect", "JobWait.wait", "JobWait._take"],
     "nblaunch.client.line": ["ClientLine._send", "ClientLine._read"],
     "nblaunch.view.display": ["WidgetView.close", "html_and_text", "_display"],
     "nblaunch.runtime.connections": ["ClientConnection._read", "_Outbox.flush"],
+    "nblaunch.runtime.requests": ["RequestHandler._wait_for"],
+    "nblaunch.runtime.worker_groups": ["FreshRanks.take", "FreshRanks.used"],
     "nblaunch.host.hub": ["Hub.send", "Hub._receive", "Hub._run_calls", "Hub._tick"],
     "nblaunch.group.lifecycle": ["step"],
+    "nblaunch.group.standby": ["Standby._prepare"],
     "nblaunch.runtime.jobs": ["RunningJob._conclude"],
     "nblaunch.rank.control": ["Link._receive", "Link.send"],
-    "nblaunch.rank.main": ["Rank._work", "Rank._begin", "Rank._do", "Rank._returned", "Rank._report_names"],
+    "nblaunch.rank.main": [
+        "Rank._prepare",
+        "Rank._work",
+        "Rank._begin",
+        "Rank._do",
+        "Rank._returned",
+        "Rank._report_names",
+        "Rank._leave",
+    ],
+    "nblaunch.rank.process_group": ["form", "leave"],
     "nblaunch.rank.shell": ["RankShell.transform_cell", "RankShell.transform_ast", "RankShell.run_code"],
 }
 """By module, the functions whose calls are noted."""
@@ -98,24 +120,34 @@ class Call(NamedTuple):
     name: str
 
 
-def run(directory: Path, checkout: Path, ranks: int, repeats: int) -> tuple[list[tuple[int, int]], int]:
+def run(
+    directory: Path, checkout: Path, ranks: int, repeats: int, *, fresh: bool
+) -> tuple[list[tuple[int, int]], int]:
     """Run the cell in a kernel; return when each repeat was sent and was idle, and the kernel's pid."""
     manager = KernelManager(ip="127.0.0.1")
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     manager._kernel_spec = KernelSpec(argv=command, display_name="timeline", language="python")
     path = f"{directory}{os.pathsep}{checkout}"
-    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(directory), "NBLAUNCH_STANDBY": "0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TMPDIR": str(directory),
+        "NBLAUNCH_STANDBY": "1" if fresh else "0",
+    }
+    begin = [] if fresh else [f"%distributed start -n {ranks}"]
+    cell = CELL.format(options=f"-n {ranks}" if fresh else "")
     manager.start_kernel(env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     client = manager.client()
     client.start_channels()
     try:
         client.wait_for_ready(timeout=60)
-        for line in ("%load_ext nblaunch", f"%distributed start -n {ranks}", CELL, CELL, CELL):
+        for line in ("%load_ext nblaunch", *begin, cell, cell, cell):
             client.execute_interactive(line, output_hook=lambda _: None, timeout=60)
         times = []
         for _ in range(repeats):
+            time.sleep(PACE_SECONDS if fresh else 0)
             began = time.perf_counter_ns()
-            client.execute_interactive(CELL, output_hook=lambda _: None, timeout=60)
+            client.execute_interactive(cell, output_hook=lambda _: None, timeout=60)
             times.append((began, time.perf_counter_ns()))
         return times, manager.provisioner.pid
     finally:
@@ -173,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--fresh", action="store_true", help="on fresh ranks, at a user's pace")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("checkout", nargs="?", type=Path, default=ROOT)
@@ -181,7 +214,8 @@ def main() -> None:
         directory = Path(name)
         found = directory / "found"
         (directory / "sitecustomize.py").write_text(NOTING.format(steps=STEPS, found=str(found)))
-        times, kernel = run(directory, parsed.checkout.resolve(), parsed.ranks, parsed.repeats)
+        checkout = parsed.checkout.resolve()
+        times, kernel = run(directory, checkout, parsed.ranks, parsed.repeats, fresh=parsed.fresh)
         noted = [line.split(maxsplit=4) for line in found.read_text().splitlines()]
     median = statistics.median_low(ended - began for began, ended in times)
     began, ended = next(each for each in times if each[1] - each[0] == median)

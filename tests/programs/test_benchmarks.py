@@ -44,9 +44,10 @@ def test_fresh_ranks_cost_little_more_than_a_fork_and_far_less_than_spawn():
 
 
 @pytest.mark.slow
-def test_a_cell_is_drawn_with_a_row_for_each_of_its_processes():
+@pytest.mark.parametrize("options", [[], ["--fresh"]])
+def test_a_cell_is_drawn_with_a_row_for_each_of_its_processes(options):
     done = subprocess.run(
-        [sys.executable, str(TIMELINE), "--repeats", "3"],
+        [sys.executable, str(TIMELINE), "--repeats", "3", *options],
         check=False,
         capture_output=True,
         text=True,

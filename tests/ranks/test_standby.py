@@ -81,6 +81,19 @@ def test_it_sees_the_notebook_as_it_is_when_it_is_used(watched, waiting, tmp_pat
     assert {value[3] for value in values} == pids
 
 
+def test_ranks_that_wait_do_what_a_job_does_first_and_read_no_environment(watched, waiting, eventually):
+    ranks = waiting()
+    # The last step of it.
+    eventually(lambda: all(each.net_connections("tcp") for each in ranks), "they are connected to the store")
+    watched.kernel.ok("import os\nos.environ['ATEN_CPU_CAPABILITY'] = 'default'")
+    body = (
+        "import os, torch\nfrom nblaunch.rank import memory\n"
+        "(os.getpid(), memory._host._last_walk > 0, torch.backends.cpu.get_cpu_capability())"
+    )
+    # torch reads this when it first computes something, and never again.
+    assert sorted(watched.run(body=body)) == [[pid, True, "DEFAULT"] for pid in sorted(p.pid for p in ranks)]
+
+
 def test_a_group_of_another_shape_takes_its_place(watched, waiting):
     before = {each.pid for each in waiting(2)}
     assert set(watched.run("-n 3")).isdisjoint(before)

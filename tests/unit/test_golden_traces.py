@@ -62,7 +62,7 @@ def test_a_job_that_ends_by_itself(persistent):
     assert group.trace() == BEGINS
     group.feed(returned(0), returned(1))
     assert group.trace() == (
-        "0.0 FINISH_JOB" if persistent else "0.0 ReleaseWorkers, 0.0 Leave, 0.0 FINISH_JOB"
+        "0.0 FINISH_JOB" if persistent else "0.0 ReleaseWorkers, 0.0 FINISH_JOB, 0.0 Leave"
     )
     assert group.error == ""
 
