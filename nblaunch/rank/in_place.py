@@ -222,15 +222,17 @@ def agree_on_buckets(
 
     Ranks with different buckets would sum elements of different parameters. A rank that was started again has
     no models, and gets the buckets with each. Those of a model are left out where no rank has arranged them
-    yet, or ranks differ.
+    yet, or ranks differ. All are left out where a name may be that of another model on another rank: ranks
+    have other names, or made the models in another order.
     """
-    own: dict[str, Buckets] = dict.fromkeys(models, ())
+    own: dict[str, Buckets] = dict.fromkeys(sorted(models, key=lambda name: _ddp_models[models[name]]), ())
     for name, model in models.items():
         with contextlib.suppress(Exception):  # of torch: as if they were not arranged
             own[name] = _buckets_of(model)
     told = [each for each in tell(own) if each]
-    everywhere = set.intersection(*(set(each) for each in told)) if told else set()
-    known = {name: {tuple(map(tuple, each[name])) for each in told if each[name]} for name in everywhere}
+    alike = len({tuple(each) for each in told}) == 1
+    names = told[0] if alike else ()
+    known = {name: {tuple(map(tuple, each[name])) for each in told if each[name]} for name in names}
     return {name: buckets.pop() for name, buckets in known.items() if len(buckets) == 1}
 
 

@@ -110,6 +110,32 @@ def test_a_ddp_model_goes_on_to_the_bit(session):
         assert result.values == [undisturbed[:done]] * 2, result.failures
 
 
+def test_ddp_models_go_on_where_one_has_another_place_in_a_list_of_another_rank(session):
+    """With the buckets of another model its ranks would sum gradients of different parameters."""
+    cell(
+        session,
+        """
+        import copy
+        class Unordered(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.c = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+            def forward(self, x): return self.c(self.a(self.b(x)))
+        def gradients(model):
+            model.zero_grad()
+            model(torch.ones(8, 4) * (rank + 1)).square().mean().backward()
+            return [each.grad.tolist() for each in model.parameters()]
+        models = [DDP(Unordered())]
+        models += [copy.deepcopy(models[0])] if rank == 0 else []
+        models.append(DDP(Unordered()))
+        """,
+    )
+    before = cell(session, "[gradients(models[-1]) for _ in range(3)]").values
+    assert broken(session) == (REFORMED,)
+    assert cell(session, "[gradients(models[-1]) for _ in range(3)]").values == before
+    cell(session, "del models")
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_ddp_model_goes_on_after_a_failure_within_a_step(session, where):
     """Also while the traceback of the failure refers to what it was in."""
