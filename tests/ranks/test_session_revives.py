@@ -260,6 +260,42 @@ def test_a_model_of_fsdp2_goes_on_to_the_bit(session, where):
     assert result.values == undisturbed, result.failures
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
+@pytest.mark.parametrize("where", ["accumulated", "within a backward"])
+def test_a_model_of_fsdp2_drops_gradients_that_were_not_reduced_yet(session, where):
+    """Left in the whole parameters, they would be added to those of the next step."""
+    cell(session, LAYERS + SHARDED)
+    cell(
+        session,
+        """
+        def whole():
+            torch.manual_seed(0)
+            model = Layers()
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+            return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        def accumulating_step(model, opt, stop=False):
+            opt.zero_grad()
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                model(torch.ones(8, 4) * (rank + part + 1)).square().mean().backward()
+                if stop and rank == 1: raise ValueError("a mistake")
+            opt.step()
+            return [each.full_tensor().sum().item() for each in model.parameters()]
+        """,
+    )
+    undisturbed = cell(
+        session, "model, opt = whole(); [accumulating_step(model, opt) for _ in range(5)]"
+    ).values
+    cell(session, "model, opt = whole(); losses = [accumulating_step(model, opt) for _ in range(2)]")
+    source = "accumulating_step(model, opt, stop=True)"
+    if where == "within a backward":
+        source = "failing = 'backward'; accumulating_step(model, opt)"
+    result = cell(session, source)
+    assert (result.failures[0].rank, result.warnings) == (1, (REFORMED,))
+    result = cell(session, "failing = ''; losses + [accumulating_step(model, opt) for _ in range(3)]")
+    assert result.values == undisturbed, result.failures
+
+
 def test_a_model_of_fsdp2_on_a_mesh_that_not_all_ranks_have_is_named_and_refuses(session):
     cell(
         session,
