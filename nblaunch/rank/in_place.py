@@ -264,6 +264,10 @@ def number_models(numbers: tuple[Mapping[int, int], int], objects: Mapping[int, 
         _ddp_models[objects[key]] = of_keys[key]
 
 
+def ddp_models() -> list[DistributedDataParallel]:
+    return list(_ddp_models)
+
+
 def broadcast_buffers() -> Iterator[torch.Tensor]:
     """Yield the buffers that DDP takes from rank 0 before each forward pass, as those of BatchNorm.
 

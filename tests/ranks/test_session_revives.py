@@ -110,6 +110,16 @@ def test_a_ddp_model_goes_on_to_the_bit(session):
         assert result.values == [undisturbed[:done]] * 2, result.failures
 
 
+def test_a_ddp_model_to_which_no_variable_leads_goes_on(session):
+    cell(session, "class Trainer: pass\ntrainer = Trainer(); trainer.engine = Trainer()")
+    cell(session, "trainer.engine.model, opt = made(); train = lambda: step(trainer.engine.model, opt)")
+    undisturbed = cell(session, "model, opt = made(); [step(model, opt) for _ in range(4)]").values
+    cell(session, "trainer.engine.model, opt = made(); losses = [train() for _ in range(2)]")
+    assert broken(session) == (REFORMED,)
+    assert cell(session, "losses + [train() for _ in range(2)]").values == undisturbed
+    cell(session, "del trainer, train")
+
+
 def test_ddp_models_go_on_where_one_has_another_place_in_a_list_of_another_rank(session):
     """With the buckets of another model its ranks would sum gradients of different parameters."""
     cell(
