@@ -31,7 +31,7 @@ _ends = weakref.WeakKeyDictionary[Optimizer, torch.cuda.Event]()
 
 
 @dataclass(slots=True)
-class _Steps:
+class _Counts:
     """The steps of an optimizer within this job."""
 
     number: int
@@ -42,9 +42,9 @@ class _Steps:
 
 
 _MOST = 64
-_of_optimizer = weakref.WeakKeyDictionary[Optimizer, _Steps]()
+_of_optimizer = weakref.WeakKeyDictionary[Optimizer, _Counts]()
 # Also of those that are gone: a function that has returned on one rank only had its optimizer there, too.
-_taken = deque[_Steps](maxlen=_MOST)
+_taken = deque[_Counts](maxlen=_MOST)
 
 
 def follow() -> None:
@@ -68,11 +68,11 @@ def taken(things: Iterable[tuple[str, Any]] = ()) -> tuple[StepsTaken, ...]:
     return tuple(found)
 
 
-def _steps_of(optimizer: Optimizer) -> _Steps:
+def _steps_of(optimizer: Optimizer) -> _Counts:
     steps = _of_optimizer.get(optimizer)
     if steps is None:
         number = _taken[-1].number + 1 if _taken else 0
-        _of_optimizer[optimizer] = steps = _Steps(number, weakref.ref(optimizer))
+        _of_optimizer[optimizer] = steps = _Counts(number, weakref.ref(optimizer))
         _taken.append(steps)
     return steps
 
