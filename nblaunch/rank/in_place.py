@@ -228,7 +228,9 @@ def agree_on_buckets(
     yet, or ranks differ. All are left out where a name may be that of another model on another rank: ranks
     have other names, or made the models in another order.
     """
-    own: dict[str, Buckets] = dict.fromkeys(sorted(models, key=lambda name: _ddp_models[models[name]]), ())
+    own: dict[str, Buckets] = dict.fromkeys(
+        sorted(models, key=lambda name: _ddp_models.get(models[name], -1)), ()
+    )
     for name, model in models.items():
         with contextlib.suppress(Exception):  # of torch: as if they were not arranged
             own[name] = _buckets_of(model)
@@ -385,6 +387,7 @@ def form_again(
             why = "" if of_default and begin_again(model, ()) else _OTHER_BUCKETS
         if why:
             lost.append((model, why))
+            del _ddp_models[model]  # it refuses from now on
     return lost + _forget_begun(roots, [each[1] for each in steps])
 
 
