@@ -207,16 +207,21 @@ def apart(steps: Mapping[int, tuple[messages.StepsTaken, ...]]) -> Iterator[str]
 
     Ranks that sum gradients cannot be further apart. Others train each by itself.
 
-    >>> done = messages.StepsTaken(begun=5, ended=5, names=("model", "opt"))
-    >>> print(next(apart({0: (done,), 1: (messages.StepsTaken(begun=4, ended=4),)})).partition(".")[0])
-    the ranks stopped within a step of model, opt: it is done on rank 0, not done on rank 1
+    >>> done, before = (messages.StepsTaken(0, begun=n, ended=n, names=("opt",)) for n in (5, 4))
+    >>> print(next(apart({0: (done,), 1: (before,)})).partition(".")[0])
+    the ranks stopped within a step of opt: it is done on rank 0, not done on rank 1
     """
-    none = messages.StepsTaken(begun=0, ended=0)
-    for number in range(max(map(len, steps.values()), default=0)):
-        taken = {rank: each[number] if number < len(each) else none for rank, each in steps.items()}
+    by_number = {rank: {each.number: each for each in told} for rank, told in steps.items()}
+    # Ranks tell of the last ones only.
+    known = max((min(told) for told in by_number.values() if told), default=0)
+    for number in sorted({each for told in by_number.values() for each in told if each >= known}):
+        none = messages.StepsTaken(number, begun=0, ended=0, gone=True)
+        taken = {rank: told.get(number, none) for rank, told in by_number.items()}
         optimizers = taken.values()
         last = max(each.begun for each in optimizers)
-        if len(steps) > 1 and last - min(each.ended for each in optimizers) == 1:
+        one_apart = len(steps) > 1 and last - min(each.ended for each in optimizers) == 1
+        # All ranks are past one that is gone on all.
+        if one_apart and not all(each.gone for each in optimizers):
             done = {
                 rank: "done" if each.ended == last else "done in part" if each.begun == last else "not done"
                 for rank, each in taken.items()

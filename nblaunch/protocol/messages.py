@@ -352,9 +352,13 @@ class StepsTaken(msgspec.Struct, frozen=True):
     `names` are those of its variables and its models' where the job has failed.
     """
 
+    number: int
+    """In the order of the first steps."""
     begun: int
     ended: int
     names: tuple[str, ...] = ()
+    gone: bool = False
+    """Whether nothing refers to it any more."""
 
 
 class Returned(_OfRank, frozen=True):
@@ -377,7 +381,7 @@ class Returned(_OfRank, frozen=True):
     tallies: tuple[Tally, ...] = ()
     """Of a session's rank: its calls within the job, for each group in which it called anything."""
     steps: tuple[StepsTaken, ...] = ()
-    """Of a session's rank: those of each optimizer, in the order of their first ones."""
+    """Of a session's rank: those of its last optimizers, in the order of their first ones."""
 
 
 class Raised(_OfRank, frozen=True):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import inspect
 import itertools
 import json
@@ -49,7 +50,9 @@ _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
 _CONNECT_SECONDS = 30.0
 _OLD, _NEW = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"
-_OTHER_BUCKETS = "its ranks were in different steps, before and after DDP had arranged its buckets"
+_OTHER_BUCKETS = (
+    "its ranks have other models, or were in different steps, before and after DDP had arranged its buckets"
+)
 # NCCL would revoke what takes longer: the GPU goes on with wrong values, and only the next call raises.
 _NO_LIMIT = timedelta(days=1)
 
@@ -222,15 +225,19 @@ def agree_on_buckets(
 
     Ranks with different buckets would sum elements of different parameters. A rank that was started again has
     no models, and gets the buckets with each. Those of a model are left out where no rank has arranged them
-    yet, or ranks differ.
+    yet, or ranks differ. All are left out where a name may be that of another model on another rank: ranks
+    have other names, or made the models in another order.
     """
-    own: dict[str, Buckets] = dict.fromkeys(models, ())
+    own: dict[str, Buckets] = dict.fromkeys(
+        sorted(models, key=lambda name: _ddp_models.get(models[name], -1)), ()
+    )
     for name, model in models.items():
         with contextlib.suppress(Exception):  # of torch: as if they were not arranged
             own[name] = _buckets_of(model)
     told = [each for each in tell(own) if each]
-    everywhere = set.intersection(*(set(each) for each in told)) if told else set()
-    known = {name: {tuple(map(tuple, each[name])) for each in told if each[name]} for name in everywhere}
+    alike = len({tuple(each) for each in told}) == 1
+    names = told[0] if alike else ()
+    known = {name: {tuple(map(tuple, each[name])) for each in told if each[name]} for name in names}
     return {name: buckets.pop() for name, buckets in known.items() if len(buckets) == 1}
 
 
@@ -257,6 +264,10 @@ def number_models(numbers: tuple[Mapping[int, int], int], objects: Mapping[int, 
     of_keys, _made = numbers
     for key in of_keys.keys() & objects.keys():
         _ddp_models[objects[key]] = of_keys[key]
+
+
+def ddp_models() -> list[DistributedDataParallel]:
+    return list(_ddp_models)
 
 
 def broadcast_buffers() -> Iterator[torch.Tensor]:
@@ -350,22 +361,25 @@ def form_again(
     cannot forget a step that did not end, and why; None where nothing was done. Raises `NotInPlaceError` on
     all ranks if one fails.
     """
-    store.set(f"groups/{rank}", json.dumps(_tell(world_size) if usable else {}))
-    told: list[OwnGroups] = [json.loads(store.get(f"groups/{each}")) for each in range(world_size)]
+    tell = functools.partial(_told_by_all, store, rank, world_size)
+    told: list[OwnGroups] = tell("groups", _tell(world_size) if usable else {})
     if not all_can(told):
         return None
     if why := _connect_all(number, rank, told):
         # The first has it: the others then wait for that one in vain.
         store.compare_set("failed", "", f"rank {rank}: {why}")
-    models, roots = list(_ddp_models.items()), _fsdp_roots()
-    rebuilt = {made: bool(model._has_rebuilt_buckets) for model, made in models}  # noqa: SLF001 - torch's own
-    store.set(f"ended/{rank}", json.dumps([rebuilt, [_is_within_step(root) for root in roots]]))
-    steps = [json.loads(store.get(f"ended/{each}")) for each in range(world_size)]
+    roots = _fsdp_roots()
+    steps = tell("ended", [_rebuilt(), [_is_within_step(root) for root in roots]])
     if store.check(["failed"]):
         raise NotInPlaceError(store.get("failed").decode())
+    differ = _where_models_differ([each[0] for each in steps], told)
+    if differ:
+        # A model that was made anew lives on until its cycles are collected, on each rank at another time.
+        gc.collect()
+        differ = _where_models_differ(tell("collected", _rebuilt()), told)
     lost: list[tuple[object, str]] = []
-    for model, made in models:
-        if len({each[0][str(made)] for each in steps if str(made) in each[0]}) == 1:
+    for model in list(_ddp_models):
+        if _name_of(model.process_group) not in differ:
             why = _forgotten(model, _forget_reduction)
         else:
             # Ranks rebuild buckets after their first backward. One that failed before that has others.
@@ -373,7 +387,39 @@ def form_again(
             why = "" if of_default and begin_again(model, ()) else _OTHER_BUCKETS
         if why:
             lost.append((model, why))
+            del _ddp_models[model]  # it refuses from now on
     return lost + _forget_begun(roots, [each[1] for each in steps])
+
+
+def _told_by_all(store: dist.Store, rank: int, world_size: int, what: str, own: Any) -> list[Any]:
+    store.set(f"{what}/{rank}", json.dumps(own))
+    return [json.loads(store.get(f"{what}/{each}")) for each in range(world_size)]
+
+
+def _rebuilt() -> dict[str, list[bool]]:
+    """Return for the models of each group, in the order of their making, if they have arranged buckets."""
+    found: dict[str, list[bool]] = {}
+    for model in sorted(_ddp_models, key=_ddp_models.__getitem__):
+        rebuilt = bool(model._has_rebuilt_buckets)  # noqa: SLF001 - torch's own
+        found.setdefault(_name_of(model.process_group), []).append(rebuilt)
+    return found
+
+
+def _where_models_differ(rebuilt: Sequence[Mapping[str, list[bool]]], told: Sequence[OwnGroups]) -> set[str]:
+    """Return the groups whose ranks have other models, or are in other steps with these.
+
+    Where a rank has one model more, it is not known which of another rank's models is which of its own.
+    """
+    return {
+        name
+        for groups in told
+        for name, (ranks, _) in groups.items()
+        if any(rebuilt[each].get(name) != rebuilt[ranks[0]].get(name) for each in ranks)
+    }
+
+
+def _name_of(group: Any) -> str:
+    return str(distributed_c10d._world.pg_names.get(group))  # noqa: SLF001 - as above
 
 
 def forget_steps(tell: Callable[[Any], Sequence[Any]], *, joins: bool) -> list[tuple[object, str]]:
@@ -499,7 +545,15 @@ def _forget_reduction(model: DistributedDataParallel) -> None:
 
 
 def _forget_step(root: Any) -> None:
-    root._reset_iter_state()  # noqa: SLF001 - FSDP2's own; it drops the gradients
+    root._reset_iter_state()  # noqa: SLF001 - FSDP2's own; before torch 2.15 it keeps gradients
+    for state in root._state_ctx.all_states:  # noqa: SLF001 - as above
+        for param in itertools.chain.from_iterable(each.fsdp_params for each in state._fsdp_param_groups):  # noqa: SLF001
+            # Those of a step that ended early, or was not to be reduced, would be added to the next one's.
+            for each in (param.sharded_param, getattr(param, "_unsharded_param", None)):
+                if each is not None:
+                    each.grad = None
+            if getattr(param, "unsharded_accumulated_grad", None) is not None:
+                param.unsharded_accumulated_grad = None
 
 
 def _is_within_step(root: Any) -> bool:

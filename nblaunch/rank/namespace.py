@@ -298,7 +298,7 @@ class DeadVariables:
         """IPython's own names."""
         self._dead: _Found = []
         self._of_default = weakref.WeakSet[DistributedDataParallel]()
-        """The models that were found with the default group of that time."""
+        """The models that had the default group of that time, those to which no variable leads among them."""
         self._refusing = weakref.WeakSet[torch.nn.Module]()
         """The models that raise when they are used."""
 
@@ -314,10 +314,10 @@ class DeadVariables:
                 remedy = self._remedy(path, thing)
                 if remedy is not None:
                     seen.add(id(thing))
-                    default = process_group.groups().default
-                    if isinstance(thing, DistributedDataParallel) and thing.process_group is default:
-                        self._of_default.add(thing)
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
+        default = process_group.groups().default
+        models = (each for each in in_place.ddp_models() if each.process_group is default)
+        self._of_default = weakref.WeakSet(each for each in models if not refuses(each))
         return found
 
     def renew(self, found: _Found, tell: Callable[[Any], Sequence[Any]]) -> _Found:
@@ -332,6 +332,9 @@ class DeadVariables:
         }
         buckets = in_place.agree_on_buckets(ours, tell)
         begun = {name for name, model in ours.items() if in_place.begin_again(model, buckets.get(name, ()))}
+        for model in set(self._of_default).difference(ours.values()):
+            # No variable that is looked at leads to these on some rank: on all they get new buckets.
+            in_place.begin_again(model, ())
         return [(dead, reference) for dead, reference in found if dead.name not in begun]
 
     def bury(

@@ -12,7 +12,9 @@ was seen with torch 2.15 and NCCL 2.30 on an H200.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,9 +30,21 @@ from nblaunch.protocol.messages import StepsTaken
 _ends = weakref.WeakKeyDictionary[Optimizer, torch.cuda.Event]()
 
 
+@dataclass(slots=True)
+class _Counts:
+    """The steps of an optimizer within this job."""
+
+    number: int
+    """In the order of the first ones, which is the same on all ranks."""
+    optimizer: weakref.ref[Optimizer]
+    begun: int = 0
+    ended: int = 0
+
+
 _MOST = 64
-# How many steps each has begun and ended in this job. All ranks begin the first ones in one order.
-_taken = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
+_of_optimizer = weakref.WeakKeyDictionary[Optimizer, _Counts]()
+# Also of those that are gone: a function that has returned on one rank only had its optimizer there, too.
+_taken = deque[_Counts](maxlen=_MOST)
 
 
 def follow() -> None:
@@ -39,31 +53,43 @@ def follow() -> None:
 
 
 def begin_job() -> None:
+    _of_optimizer.clear()
     _taken.clear()
 
 
 def taken(things: Iterable[tuple[str, Any]] = ()) -> tuple[StepsTaken, ...]:
     """Return the steps of this job; optimizers and their models have their names among these variables."""
     named = list(things)
-    return tuple(
-        StepsTaken(begun=begun, ended=ended, names=names([each], named) if named else ())
-        for each, (begun, ended) in list(_taken.items())[:_MOST]
-    )
+    found = []
+    for each in list(_taken):
+        optimizer = each.optimizer()
+        known = () if optimizer is None or not named else names([optimizer], named)
+        found.append(StepsTaken(each.number, each.begun, each.ended, known, gone=optimizer is None))
+    return tuple(found)
+
+
+def _steps_of(optimizer: Optimizer) -> _Counts:
+    steps = _of_optimizer.get(optimizer)
+    if steps is None:
+        number = _taken[-1].number + 1 if _taken else 0
+        _of_optimizer[optimizer] = steps = _Counts(number, weakref.ref(optimizer))
+        _taken.append(steps)
+    return steps
 
 
 def _note_begin(optimizer: Optimizer, *_: object) -> None:
     if not torch.compiler.is_compiling():
+        steps = _steps_of(optimizer)
         # One that raised is counted once.
-        ended = _taken.get(optimizer, (0, 0))[1]
-        _taken[optimizer] = ended + 1, ended
+        steps.begun = steps.ended + 1
 
 
 def _note_end(optimizer: Optimizer, *_: object) -> None:
     # A compiler would break its graph at the event, and a capture would make the event a part of its own.
     if torch.compiler.is_compiling():
         return
-    begun = _taken.get(optimizer, (1, 0))[0]
-    _taken[optimizer] = begun, begun
+    steps = _steps_of(optimizer)
+    steps.begun = steps.ended = max(steps.begun, 1)
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         # A new one each time: an event stays on the device on which it was recorded first.
         _ends[optimizer] = end = torch.cuda.Event()

@@ -180,3 +180,38 @@ def test_ranks_that_stop_within_a_step_of_an_optimizer_say_so(session, source, d
     for later in ("1 / 0", "within = None; trained()"):
         again = cell(session, later)
         assert not [each for each in again.warnings if "within a step" in each], "of an earlier cell"
+
+
+FITTING = """
+net = torch.nn.Linear(2, 1)
+def fitted(stop=None, after=None, steps=1):
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    for step in range(steps):
+        net(torch.ones(1, 2)).sum().backward()
+        for each in net.parameters(): dist.all_reduce(each.grad)
+        if step == stop: raise ValueError("before the step")
+        opt.step()
+    if after: raise ValueError("after all steps")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "done"),
+    [
+        ("fitted(2 if rank else None, steps=3)", "done on rank 0, not done on rank 1"),
+        (
+            "[fitted() for _ in range(70)]; fitted(1 if rank else None, steps=2)",
+            "done on rank 0, not done on rank 1",
+        ),
+        ("fitted(after=rank)", ""),
+        ("[fitted() for _ in range(70 + rank)]; 1 / 0", ""),
+    ],
+    ids=["last", "many", "after", "other numbers"],
+)
+def test_an_optimizer_counts_also_where_its_function_has_returned(session, source, done):
+    """Its local variables are gone on that rank, and there on one that failed."""
+    cell(session, TRAINING + FITTING)
+    result = cell(session, source)
+    assert result.failures
+    told = [each for each in result.warnings if "within a step" in each]
+    assert [done in each for each in told] == ([True] if done else []), told

@@ -167,6 +167,38 @@ def test_a_heal_takes_less_than_50_ms_however_many_objects_there_are(session):
     assert min(map(min, zip(*took, strict=True))) < 0.05, took
 
 
+def test_ddp_models_go_on_where_a_rank_has_one_more(session):
+    """Ranks know each other's models by the order in which these were made."""
+    cell(
+        session,
+        """
+        import copy
+        def unordered():
+            torch.manual_seed(0)
+            return DDP(Unordered())
+        class Unordered(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.c = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+            def forward(self, x): return self.c(self.a(self.b(x)))
+        def gradients(model):
+            model.zero_grad()
+            model(torch.ones(8, 4) * (rank + 1)).square().mean().backward()
+            return [each.grad.tolist() for each in model.parameters()]
+        first = unordered()
+        average = copy.deepcopy(first) if rank == 0 else None
+        model = unordered()
+        """,
+    )
+    before = cell(session, "[gradients(model) for _ in range(3)]").values
+    assert before[0] == before[1]
+    assert cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()").warnings == (
+        REFORMED_IN_PLACE,
+    )
+    assert cell(session, "[gradients(model) for _ in range(3)]").values == before
+    cell(session, "del first, average, model")
+
+
 def test_where_a_rank_cannot_form_its_groups_again_all_get_new_ones_and_the_reason_is_told():
     with nblaunch.Session(2, grace=0.5) as session:
         cell(session, f"{SETUP}group = dist.new_group([0, 1])\n{REFUSED}")

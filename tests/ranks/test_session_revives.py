@@ -110,6 +110,42 @@ def test_a_ddp_model_goes_on_to_the_bit(session):
         assert result.values == [undisturbed[:done]] * 2, result.failures
 
 
+def test_a_ddp_model_to_which_no_variable_leads_goes_on(session):
+    cell(session, "class Trainer: pass\ntrainer = Trainer(); trainer.engine = Trainer()")
+    cell(session, "trainer.engine.model, opt = made(); train = lambda: step(trainer.engine.model, opt)")
+    undisturbed = cell(session, "model, opt = made(); [step(model, opt) for _ in range(4)]").values
+    cell(session, "trainer.engine.model, opt = made(); losses = [train() for _ in range(2)]")
+    assert broken(session) == (REFORMED,)
+    assert cell(session, "losses + [train() for _ in range(2)]").values == undisturbed
+    cell(session, "del trainer, train")
+
+
+def test_ddp_models_go_on_where_one_has_another_place_in_a_list_of_another_rank(session):
+    """With the buckets of another model its ranks would sum gradients of different parameters."""
+    cell(
+        session,
+        """
+        import copy
+        class Unordered(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.c = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+            def forward(self, x): return self.c(self.a(self.b(x)))
+        def gradients(model):
+            model.zero_grad()
+            model(torch.ones(8, 4) * (rank + 1)).square().mean().backward()
+            return [each.grad.tolist() for each in model.parameters()]
+        models = [DDP(Unordered())]
+        models += [copy.deepcopy(models[0])] if rank == 0 else []
+        models.append(DDP(Unordered()))
+        """,
+    )
+    before = cell(session, "[gradients(models[-1]) for _ in range(3)]").values
+    assert broken(session) == (REFORMED,)
+    assert cell(session, "[gradients(models[-1]) for _ in range(3)]").values == before
+    cell(session, "del models")
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_ddp_model_goes_on_after_a_failure_within_a_step(session, where):
     """Also while the traceback of the failure refers to what it was in."""
@@ -231,6 +267,42 @@ def test_a_model_of_fsdp2_goes_on_to_the_bit(session, where):
     result = cell(session, source)
     assert (result.root_cause.message, result.warnings) == ("a mistake", (REFORMED,))
     result = cell(session, "losses + [sharded_step(model, opt) for _ in range(3)]")
+    assert result.values == undisturbed, result.failures
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
+@pytest.mark.parametrize("where", ["accumulated", "within a backward"])
+def test_a_model_of_fsdp2_drops_gradients_that_were_not_reduced_yet(session, where):
+    """Left in the whole parameters, they would be added to those of the next step."""
+    cell(session, LAYERS + SHARDED)
+    cell(
+        session,
+        """
+        def whole():
+            torch.manual_seed(0)
+            model = Layers()
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+            return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        def accumulating_step(model, opt, stop=False):
+            opt.zero_grad()
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                model(torch.ones(8, 4) * (rank + part + 1)).square().mean().backward()
+                if stop and rank == 1: raise ValueError("a mistake")
+            opt.step()
+            return [each.full_tensor().sum().item() for each in model.parameters()]
+        """,
+    )
+    undisturbed = cell(
+        session, "model, opt = whole(); [accumulating_step(model, opt) for _ in range(5)]"
+    ).values
+    cell(session, "model, opt = whole(); losses = [accumulating_step(model, opt) for _ in range(2)]")
+    source = "accumulating_step(model, opt, stop=True)"
+    if where == "within a backward":
+        source = "failing = 'backward'; accumulating_step(model, opt)"
+    result = cell(session, source)
+    assert (result.failures[0].rank, result.warnings) == (1, (REFORMED,))
+    result = cell(session, "failing = ''; losses + [accumulating_step(model, opt) for _ in range(3)]")
     assert result.values == undisturbed, result.failures
 
 

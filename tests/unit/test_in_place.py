@@ -155,7 +155,9 @@ def test_a_model_in_the_middle_of_a_step_is_known_and_one_that_cannot_forget_it_
         ([{"model": [[1], [0]]}, {"model": []}, {}], {"model": ((1,), (0,))}),
         ([{"model": [[1], [0]]}, {"model": [[0], [1]]}], {}),
         ([{"model": []}, {"model": []}], {}),
-        ([{"model": [[0]], "own": [[0]]}, {"model": [[0]]}], {"model": ((0,),)}),
+        # A name may be that of another model where ranks have others: a place in a list.
+        ([{"models[0]": [[0]], "models[1]": []}, {"models[0]": [[0]]}], {}),
+        ([{"a": [[0]], "b": [[1]]}, {"b": [[0]], "a": [[1]]}], {}),
         ([{}, {}], {}),
     ],
 )

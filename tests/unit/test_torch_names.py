@@ -332,7 +332,7 @@ def test_torch_can_still_be_asked_what_a_collective_reduces_with():
     ("owner", "names"),
     [
         (FSDP.FSDPParamGroup, "mesh_info post_forward_mesh_info fsdp_params offload_policy"),
-        (FSDP.FSDPParam, "mp_policy"),
+        (FSDP.FSDPParam, "mp_policy _unsharded_param"),
         (_fsdp_state.FSDPState, "_mp_policy"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
