@@ -40,6 +40,7 @@ import msgspec
 import torch
 from torch.utils import hooks
 
+from nblaunch._errors import NblaunchError
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.probes import diff, loggers, rank_metrics, steps
@@ -63,10 +64,11 @@ from nblaunch.rank import (
 from nblaunch.rank.control import Link
 from nblaunch.rank.isolate import isolate, keep_files_in, note_own_children
 from nblaunch.rank.modules import OwnModules
-from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
+from nblaunch.rank.namespace import Arrival, DeadVariables, Found, Variables
 from nblaunch.rank.sketches import Sketches
 
 _ERROR_CHARACTERS = 2000
+_NOT_RENEWED = "models and meshes cannot go on with the new process group: "
 # How long a failed job waits for numbers that a GPU still computes: its stream may be stuck.
 _SETTLE_SECONDS = 1.0
 # Most ends are over by then: shown at once, they would only flicker.
@@ -669,12 +671,7 @@ class Rank:
                 found = self.dead_variables.find()
                 formed = process_group.form_again(order.number, self.device, cut)
                 if not formed.in_place:
-                    from nblaunch.rank import saving, sharded  # only where groups are lost
-
-                    tell = saving.Meeting(f"renew {order.number}", _AGREE_SECONDS).tell
-                    goes_on = sharded.renew_meshes(tell, joins=self._joins, renumbered=self._renumbered)
-                    found = [each for each in found if not goes_on(each[1]())]
-                    found = self.dead_variables.renew(found, tell)
+                    found = self._renew(found, order.number)
                 dead = self.dead_variables.bury(found, lost=formed.lost if formed.in_place else None)
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
                 stepped = self.dead_variables.names_of(formed.stepped)
@@ -690,6 +687,23 @@ class Rank:
         except Exception as caught:  # noqa: BLE001 - whatever torch raises: the hub then restarts the group
             answer = recovered(error=f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS])
         self.link.send(answer)
+
+    def _renew(self, found: Found, number: int) -> Found:
+        """Have meshes and models go on with the new groups, on all ranks or on none; return what does not."""
+        from nblaunch.rank import saving, sharded  # only where groups are lost
+
+        meeting = saving.Meeting(f"renew {number}", _AGREE_SECONDS)
+        try:
+            with meeting.together():
+                goes_on = sharded.renew_meshes(meeting.tell, joins=self._joins, renumbered=self._renumbered)
+                left = [each for each in found if not goes_on(each[1]())]
+                left = self.dead_variables.renew(left, meeting.tell)
+                meeting.tell(None)
+        except Exception as error:  # noqa: BLE001 - whatever torch raises costs these models, and not the variables
+            if not isinstance(error, NblaunchError):  # else it is another rank's, or that is late
+                self._notify(f"{_NOT_RENEWED}{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
+            return found
+        return left
 
     def _leave(self, exitcode: int, *, abort: bool) -> None:
         self.phase = messages.Phase.LEAVE

@@ -287,7 +287,7 @@ class _Successor:
                 dead.reducer._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
 
 
-_Found = list[tuple[DeadVariable, "weakref.ref[Any]"]]
+Found = list[tuple[DeadVariable, "weakref.ref[Any]"]]
 
 
 class DeadVariables:
@@ -296,16 +296,16 @@ class DeadVariables:
     def __init__(self) -> None:
         self._hidden = frozenset(shell.namespace())
         """IPython's own names."""
-        self._dead: _Found = []
+        self._dead: Found = []
         self._of_default = weakref.WeakSet[DistributedDataParallel]()
         """The models that had the default group of that time, those to which no variable leads among them."""
         self._refusing = weakref.WeakSet[torch.nn.Module]()
         """The models that raise when they are used."""
 
-    def find(self) -> _Found:
+    def find(self) -> Found:
         """Return the variables that are alive, with what will revive each; the groups must still exist."""
         seen = {id(thing()) for _, thing in self._dead}
-        found: _Found = []
+        found: Found = []
         for path, thing in self._things():
             if id(thing) in seen:
                 continue
@@ -320,7 +320,7 @@ class DeadVariables:
         self._of_default = weakref.WeakSet(each for each in models if not refuses(each))
         return found
 
-    def renew(self, found: _Found, tell: Callable[[Any], Sequence[Any]]) -> _Found:
+    def renew(self, found: Found, tell: Callable[[Any], Sequence[Any]]) -> Found:
         """Have DDP models of the old default group begin again with the new one; return the others.
 
         All ranks do so, with the same buckets: a rank that was started again gets the model from another.
@@ -338,7 +338,7 @@ class DeadVariables:
         return [(dead, reference) for dead, reference in found if dead.name not in begun]
 
     def bury(
-        self, found: _Found, *, lost: Sequence[tuple[object, str]] | None = None
+        self, found: Found, *, lost: Sequence[tuple[object, str]] | None = None
     ) -> tuple[DeadVariable, ...]:
         """Note that these are dead now; have models raise when they are used.
 

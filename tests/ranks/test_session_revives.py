@@ -322,6 +322,30 @@ model, opt = sharded(DeviceMesh.from_group(own, "cpu"))
     assert result.warnings == ()
 
 
+@pytest.mark.parametrize("where", ["sharded.renew_meshes", "in_place.agree_on_buckets"])
+def test_a_rank_on_which_models_cannot_go_on_costs_all_ranks_these_and_nothing_else(session, where):
+    """A model that goes on there alone, or everywhere but there, would wait for the others."""
+    cell(session, "model, opt = made(); step(model, opt); kept = 5")
+    cell(
+        session,
+        f"""
+        from nblaunch.rank import in_place, sharded
+        whole = {where}
+        def fail(*_, **__): raise RuntimeError("no memory")
+        if rank == 1: {where} = fail
+        """,
+    )
+    told = broken(session)
+    assert cell(session, f"{where} = whole").ok
+    assert REFORMED in told
+    assert f"{DEAD}model (model = DDP(model.module))" in told
+    why = "rank 1: models and meshes cannot go on with the new process group: RuntimeError: no memory"
+    assert [each for each in told if "cannot go on" in each] == [why]
+    result = cell(session, "model = DDP(model.module); kept, step(model, opt)[0]")
+    assert result.ok, result.failures
+    assert result.values[0] == result.values[1]
+
+
 def test_a_mistake_between_two_steps_leaves_a_ddp_model_alive(session):
     cell(session, "model, opt = made()")
     result = cell(session, "step(model, opt)\nraise ValueError('between two steps')")
