@@ -349,7 +349,7 @@ class Tally(msgspec.Struct, frozen=True):
 class StepsTaken(msgspec.Struct, frozen=True):
     """How many steps an optimizer has begun and ended within a job.
 
-    `names` are those of its variables and its models' where the job has failed.
+    `names` are those of its variables and its models' variables; only the last few have them.
     """
 
     number: int

@@ -594,7 +594,7 @@ class Rank:
                 peak_gpu_memory=memory.peak() if used is None else used.device_peak,
                 memory=used,
                 tallies=process_group.called() if self.orders.keep else (),
-                steps=self.dead_variables.steps(named=False),
+                steps=self.dead_variables.steps(),
             )
         )
 
@@ -638,7 +638,7 @@ class Rank:
                 peak_gpu_memory=used.device_peak,
                 memory=used,
                 tallies=process_group.called() if self.orders.keep else (),
-                steps=self.dead_variables.steps(named=True),
+                steps=self.dead_variables.steps(),
             )
         )
 

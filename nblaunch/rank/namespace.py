@@ -394,10 +394,10 @@ class DeadVariables:
             found = ("an optimizer",)
         return found[:_MOST_NAMED]
 
-    def steps(self, *, named: bool) -> tuple[StepsTaken, ...]:
+    def steps(self) -> tuple[StepsTaken, ...]:
         """Return the optimizers' steps of this job."""
         try:
-            return optimizer_steps.taken(self._things() if named else ())
+            return optimizer_steps.taken(self._things())
         except Exception:  # noqa: BLE001 - as above
             return optimizer_steps.taken()
 

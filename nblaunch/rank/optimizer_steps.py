@@ -41,7 +41,7 @@ class _Counts:
     ended: int = 0
 
 
-_MOST = 64
+_MOST, _MOST_NAMED = 64, 4
 _of_optimizer = weakref.WeakKeyDictionary[Optimizer, _Counts]()
 # Also of those that are gone: a function that has returned on one rank only had its optimizer there, too.
 _taken = deque[_Counts](maxlen=_MOST)
@@ -59,11 +59,14 @@ def begin_job() -> None:
 
 def taken(things: Iterable[tuple[str, Any]] = ()) -> tuple[StepsTaken, ...]:
     """Return the steps of this job; optimizers and their models have their names among these variables."""
-    named = list(things)
+    taken = list(_taken)
+    named = list(things) if taken else []
     found = []
-    for each in list(_taken):
+    for each in taken:
         optimizer = each.optimizer()
-        known = () if optimizer is None or not named else names([optimizer], named)
+        # A look for names takes as long as a model has parameters.
+        last = each.number > taken[-1].number - _MOST_NAMED
+        known = names([optimizer], named) if last and optimizer is not None else ()
         found.append(StepsTaken(each.number, each.begun, each.ended, known, gone=optimizer is None))
     return tuple(found)
 

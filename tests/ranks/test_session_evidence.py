@@ -161,6 +161,7 @@ STEP = "the ranks stopped within a step of model, opt: it is {}. Parameters may 
     [
         ("trained(1 if rank == 1 else None)", "done on rank 0, not done on rank 1"),
         ("trained(0 if rank == 0 else None)", "not done on rank 0, done on rank 1"),
+        ("trained(0 if rank else None, steps=1)", "done on rank 0, not done on rank 1"),
         ("within = (1, 1) if rank == 1 else None; trained()", "done on rank 0, done in part on rank 1"),
         ("within = (2, 1); trained()", "done in part on ranks 0-1"),
         ("trained(); 1 // rank", ""),
@@ -168,7 +169,17 @@ STEP = "the ranks stopped within a step of model, opt: it is {}. Parameters may 
         ("within = (0, 0)\ntry: trained()\nexcept ValueError: within = None\ntrained(1)", ""),
         ("trained(0 if rank else None, summed=False)", ""),
     ],
-    ids=["later", "first", "within", "all within", "after", "same step", "again", "each by itself"],
+    ids=[
+        "later",
+        "first",
+        "one returns",
+        "within",
+        "all within",
+        "after",
+        "same step",
+        "again",
+        "each by itself",
+    ],
 )
 def test_ranks_that_stop_within_a_step_of_an_optimizer_say_so(session, source, done):
     """They have other parameters then, and a model that goes on trains on with these."""
