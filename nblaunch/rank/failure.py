@@ -69,6 +69,19 @@ def record(
         )
 
 
+def clear_own_frames(error: BaseException) -> None:
+    """Clear the variables of the frames between the process and the user's code.
+
+    They hold all that the job brought, also what the job itself has dropped.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if not is_ours(frame.f_code.co_filename):
+            return
+        with contextlib.suppress(RuntimeError):  # it still runs
+            frame.clear()
+            _ = frame.f_locals  # before Python 3.13 a copy, which reading renews
+
+
 def _end_in_users_code(error: BaseException) -> None:
     """Have the traceback of what a probe has raised end where the user's code called torch."""
     steps: list[TracebackType] = []

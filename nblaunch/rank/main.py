@@ -271,11 +271,12 @@ class Rank:
         try:
             try:
                 step()
-            except BaseException:
+            except BaseException as error:
                 # From here on no interrupt reaches the main thread, also none that is on its way.
                 with contextlib.suppress(KeyboardInterrupt):
                     self.link.end_job()
                 self.link.end_job()
+                failure.clear_own_frames(error)
                 self._save(in_job=True)
                 self.link.metrics.settle(_SETTLE_SECONDS)
                 self._unusable = process_group.broken() if self.orders.keep else ""

@@ -477,6 +477,22 @@ OF_EACH_KIND: tuple[list[tuple[Any, ...]], ...] = (
         ("die_idle", 0, 1, 0),
         ("change", "a", 0),
     ],
+    # A cell drops an object that it has changed, and is cut off: it comes again, to all ranks.
+    [
+        ("look_at_them",),
+        ("make", "a", "list", "a"),
+        (
+            "die_in_cell",
+            0,
+            ("c", "a", "b"),
+            (
+                ("exec(looked.change_of({x!r}, globals().get({x!r}), {n}) or 'pass')", "a", 0, None),
+                ("globals().pop({x!r}, None);", "a", 0, None),
+            ),
+            2,
+            "outside",
+        ),
+    ],
 )
 
 
