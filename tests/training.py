@@ -57,6 +57,21 @@ def held(model):
 failing = ""
 """
 
+# DDP arranges other buckets for it than it begins with: layers are made and used in different orders.
+UNORDERED = """
+import copy
+class Unordered(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+    def forward(self, x): return self.c(self.a(self.b(x)))
+
+def gradients(model):
+    model.zero_grad()
+    model(torch.ones(8, 4) * (rank + 1)).square().mean().backward()
+    return [each.grad.tolist() for each in model.parameters()]
+"""
+
 BEGUN = """
 undisturbed, other = made({0})
 model, opt = made({0})

@@ -77,9 +77,7 @@ def clear_own_frames(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if not is_ours(frame.f_code.co_filename):
             return
-        with contextlib.suppress(RuntimeError):  # it still runs
-            frame.clear()
-            _ = frame.f_locals  # before Python 3.13 a copy, which reading renews
+        memory.clear(frame)
 
 
 def _end_in_users_code(error: BaseException) -> None:

@@ -7,6 +7,7 @@ import gc
 import re
 import time
 import traceback
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -207,15 +208,20 @@ def free_frames(error: BaseException) -> None:
     short = False
     for each in chain(error):
         for frame, _ in traceback.walk_tb(each.__traceback__):
-            with contextlib.suppress(RuntimeError):  # a frame that still runs is one of nblaunch's
-                frame.clear()
-                # Before Python 3.13 this is a copy, made when the failure was recorded; reading it renews it.
-                _ = frame.f_locals
+            clear(frame)
         short = short or isinstance(each, torch.OutOfMemoryError)
     if short and on_gpu():
         gc.collect()
         with contextlib.suppress(RuntimeError):  # the GPU is in error: the next job will report it
             torch.cuda.empty_cache()
+
+
+def clear(frame: types.FrameType) -> None:
+    """Free the variables of a frame, unless it still runs."""
+    with contextlib.suppress(RuntimeError):
+        frame.clear()
+        # Before Python 3.13 this is a copy, made when the failure was recorded; reading it renews it.
+        _ = frame.f_locals
 
 
 def chain(error: Error) -> Iterator[Error]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training import BEGUN, FINISHED, REFUSED, STEPS
+from training import BEGUN, FINISHED, REFUSED, STEPS, UNORDERED
 
 import nblaunch
 from nblaunch.group.recovery import NOT_IN_PLACE, REFORMED, REFORMED_IN_PLACE, UNUSABLE_IN_PLACE
@@ -169,25 +169,14 @@ def test_a_heal_takes_less_than_50_ms_however_many_objects_there_are(session):
 
 def test_ddp_models_go_on_where_a_rank_has_one_more(session):
     """Ranks know each other's models by the order in which these were made."""
+    cell(session, UNORDERED)
     cell(
         session,
         """
-        import copy
-        def unordered():
-            torch.manual_seed(0)
-            return DDP(Unordered())
-        class Unordered(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b, self.c = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
-            def forward(self, x): return self.c(self.a(self.b(x)))
-        def gradients(model):
-            model.zero_grad()
-            model(torch.ones(8, 4) * (rank + 1)).square().mean().backward()
-            return [each.grad.tolist() for each in model.parameters()]
-        first = unordered()
+        torch.manual_seed(0)
+        first = DDP(Unordered())
         average = copy.deepcopy(first) if rank == 0 else None
-        model = unordered()
+        model = DDP(Unordered())
         """,
     )
     before = cell(session, "[gradients(model) for _ in range(3)]").values

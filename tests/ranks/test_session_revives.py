@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from training import UNORDERED
 
 import nblaunch
 from nblaunch.group.recovery import REFORMED
@@ -122,19 +123,10 @@ def test_a_ddp_model_to_which_no_variable_leads_goes_on(session):
 
 def test_ddp_models_go_on_where_one_has_another_place_in_a_list_of_another_rank(session):
     """With the buckets of another model its ranks would sum gradients of different parameters."""
+    cell(session, UNORDERED)
     cell(
         session,
         """
-        import copy
-        class Unordered(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b, self.c = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
-            def forward(self, x): return self.c(self.a(self.b(x)))
-        def gradients(model):
-            model.zero_grad()
-            model(torch.ones(8, 4) * (rank + 1)).square().mean().backward()
-            return [each.grad.tolist() for each in model.parameters()]
         models = [DDP(Unordered())]
         models += [copy.deepcopy(models[0])] if rank == 0 else []
         models.append(DDP(Unordered()))
@@ -322,7 +314,9 @@ model, opt = sharded(DeviceMesh.from_group(own, "cpu"))
     assert result.warnings == ()
 
 
-@pytest.mark.parametrize("where", ["sharded.renew_meshes", "in_place.agree_on_buckets"])
+@pytest.mark.parametrize(
+    "where", ["sharded.renew_meshes", "in_place.agree_on_buckets", "in_place.begin_again"]
+)
 def test_a_rank_on_which_models_cannot_go_on_costs_all_ranks_these_and_nothing_else(session, where):
     """A model that goes on there alone, or everywhere but there, would wait for the others."""
     cell(session, "model, opt = made(); step(model, opt); kept = 5")
