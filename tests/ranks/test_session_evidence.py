@@ -153,6 +153,15 @@ def trained(stop=None, steps=3, summed=True):
 
 within = None
 """
+AGAIN = """
+for _ in range(2):
+    try:
+        opt.step()
+        break
+    except ValueError:
+        within = None
+1 / 0
+"""
 STEP = "the ranks stopped within a step of model, opt: it is {}. Parameters may differ between ranks: "
 
 
@@ -168,6 +177,7 @@ STEP = "the ranks stopped within a step of model, opt: it is {}. Parameters may 
         ("trained(1)", ""),
         ("within = (0, 0)\ntry: trained()\nexcept ValueError: within = None\ntrained(1)", ""),
         ("trained(0 if rank else None, summed=False)", ""),
+        ("trained(summed=False)\nif rank: within = (3, 0)\n" + AGAIN, ""),
     ],
     ids=[
         "later",
@@ -179,6 +189,7 @@ STEP = "the ranks stopped within a step of model, opt: it is {}. Parameters may 
         "same step",
         "again",
         "each by itself",
+        "one again",
     ],
 )
 def test_ranks_that_stop_within_a_step_of_an_optimizer_say_so(session, source, done):
@@ -203,6 +214,16 @@ def fitted(stop=None, after=None, steps=1):
         if step == stop: raise ValueError("before the step")
         opt.step()
     if after: raise ValueError("after all steps")
+
+def both(stop):
+    first, second = (torch.optim.SGD(each, lr=1.0) for each in ([net.weight], [net.bias]))
+    for step in range(3):
+        net(torch.ones(1, 2)).sum().backward()
+        for each in net.parameters(): dist.all_reduce(each.grad)
+        if step == stop: raise ValueError("before both")
+        first.step()
+        reduced()
+        second.step()
 """
 
 
@@ -215,9 +236,10 @@ def fitted(stop=None, after=None, steps=1):
             "done on rank 0, not done on rank 1",
         ),
         ("fitted(after=rank)", ""),
+        ("both(2 if rank else None)", "done on rank 0, not done on rank 1"),
         ("[fitted() for _ in range(70 + rank)]; 1 / 0", ""),
     ],
-    ids=["last", "many", "after", "other numbers"],
+    ids=["last", "many", "after", "the first of two", "other numbers"],
 )
 def test_an_optimizer_counts_also_where_its_function_has_returned(session, source, done):
     """Its local variables are gone on that rank, and there on one that failed."""

@@ -264,16 +264,21 @@ def test_a_model_of_fsdp2_goes_on_to_the_bit(session, where):
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
 @pytest.mark.parametrize("where", ["accumulated", "within a backward"])
-def test_a_model_of_fsdp2_drops_gradients_that_were_not_reduced_yet(session, where):
-    """Left in the whole parameters, they would be added to those of the next step."""
+@pytest.mark.parametrize("policy", ["", "param_dtype=torch.bfloat16, reduce_dtype=torch.float32"])
+def test_a_model_of_fsdp2_drops_gradients_that_were_not_reduced_yet(session, where, policy):
+    """Left in the whole parameters, they would be added to those of the next step.
+
+    With a dtype of its own for the sum, FSDP2 keeps them in another place.
+    """
     cell(session, LAYERS + SHARDED)
     cell(
         session,
-        """
+        f"""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
         def whole():
             torch.manual_seed(0)
-            model = Layers()
-            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+            model, policy = Layers(), MixedPrecisionPolicy({policy})
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=policy)
             return model, torch.optim.AdamW(model.parameters(), lr=0.1)
         def accumulating_step(model, opt, stop=False):
             opt.zero_grad()

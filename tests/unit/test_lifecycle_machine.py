@@ -15,7 +15,7 @@ from nblaunch.group import lifecycle as life
 from nblaunch.group.ending import Ending
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, JobState, Stage, Trigger, step
 from nblaunch.group.machine import LocateRanks, Order, RestartAsked, Send
-from nblaunch.group.recovery import REFORMED
+from nblaunch.group.recovery import APART, REFORMED, apart
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol import messages as wire
 from nblaunch.protocol.state import RunState, State, advance
@@ -943,6 +943,39 @@ def test_without_a_rank_that_goes_on_torchelastic_starts_all_anew():
     assert not group.state.lost
     assert finished(group.feed(life.AttemptStarting(attempt(1))))
     assert group.notices()[-1] == GONE
+
+
+# --- ranks that stop within a step ------------------------------------------------------------------
+
+
+def steps(number: int, begun: int, ended: int | None = None, *, gone: bool = False) -> wire.StepsTaken:
+    names = () if gone else (f"opt{number}",)
+    return wire.StepsTaken(number, begun, begun if ended is None else ended, names, gone)
+
+
+@pytest.mark.parametrize(
+    ("taken", "told"),
+    [
+        ([(steps(0, 5),), (steps(0, 4),)], ["opt0: done on rank 0, not done on rank 1"]),
+        ([(steps(0, 1),), ()], ["opt0: done on rank 0, not done on rank 1"]),
+        ([(steps(0, 5, 4),), (steps(0, 5),)], ["opt0: done in part on rank 0, done on rank 1"]),
+        ([(steps(0, 5, 4),)] * 2, ["opt0: done in part on ranks 0-1"]),
+        ([(steps(0, 5),), (steps(0, 5),)], []),
+        ([(steps(0, 5),), (steps(0, 3),)], []),  # each trains by itself
+        ([(steps(0, 5, 4),)], []),  # of one rank
+        ([(steps(0, 2, gone=True),), (steps(0, 1, gone=True),)], []),
+        ([(steps(0, 2, gone=True),), (steps(0, 1),)], ["opt0: done on rank 0, not done on rank 1"]),
+        # One rank no longer tells of the first.
+        ([(steps(0, 1), steps(1, 1)), (steps(1, 1), steps(2, 3))], []),
+        (
+            [(steps(0, 5), steps(1, 5)), (steps(0, 5), steps(1, 4))],
+            ["opt1: done on rank 0, not done on rank 1"],
+        ),
+    ],
+)
+def test_ranks_that_are_one_step_of_an_optimizer_apart_are_told_of(taken, told):
+    words = [each.split(": ", 1) for each in told]
+    assert list(apart(dict(enumerate(taken)))) == [APART.format(*each) for each in words]
 
 
 # --- a rank that dies on a node that lives ----------------------------------------------------------
