@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
+import torch
+from training import BEGUN, STEPS
 
 import nblaunch
 from nblaunch.group import recovery
@@ -248,3 +250,36 @@ def test_an_optimizer_counts_also_where_its_function_has_returned(session, sourc
     assert result.failures
     told = [each for each in result.warnings if "within a step" in each]
     assert [done in each for each in told] == ([True] if done else []), told
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
+def test_models_of_the_notebooks_own_classes_train_on_after_a_mistake_and_an_interrupt_in_a_kernel(
+    kernel, eventually, tmp_path
+):
+    kernel.ok("%distributed start -n 2 --grace 0.5")
+    kernel.ok(STEPS)
+    begun = "".join(
+        f"\n{BEGUN.format(repr(kind))}\n{kind} = model, opt, undisturbed" for kind in ("ddp", "fsdp")
+    )
+    kernel.ok(f"%%distributed\n{begun}")
+    kernel.fails("%%distributed --out res\nfailing = 'backward'\nstep(*ddp[:2], 3)")
+    assert REFORMED in kernel.value("res.warnings")
+    there = tmp_path / "there"
+    waits = (
+        "%%distributed --out res\nfailing = ''\nimport pathlib, time\nif rank == 0: step(*fsdp[:2], 3)\n"
+        f"else:\n    pathlib.Path({str(there)!r}).touch()\n    time.sleep(60)"
+    )
+    pending = kernel.submit(waits)
+    eventually(there.exists, "rank 1 sleeps, and rank 0 waits for it", 30)
+    kernel.interrupt()
+    assert pending.finish().error.ename == "KeyboardInterrupt"
+    assert REFORMED in kernel.value("res.warnings")
+    kernel.ok(
+        "%%distributed --out res\nfailing, same = '', []\n"
+        "for model, opt, undisturbed in (ddp, fsdp):\n"
+        "    for number in range(3, 6): step(model, opt, number)\n"
+        "    same.append(all(map(torch.equal, held(model), held(undisturbed))))\n"
+        "same, type(ddp[0].module) is Layers"
+    )
+    assert kernel.value("res.values") == [[[True, True], True]] * 2
+    kernel.ok("%distributed stop")
