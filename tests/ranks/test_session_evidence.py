@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from training import BEGUN, STEPS
+from training import BEGUN, FINISHED, STEPS
 
 import nblaunch
 from nblaunch.group import recovery
@@ -15,6 +15,7 @@ from nblaunch.rank import in_place
 
 REFORMED = recovery.REFORMED_IN_PLACE if in_place.torch_can() else recovery.REFORMED
 
+since_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
 SETUP = """
 import torch, torch.distributed as dist
 keep = 123
@@ -252,7 +253,20 @@ def test_an_optimizer_counts_also_where_its_function_has_returned(session, sourc
     assert [done in each for each in told] == ([True] if done else []), told
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
+@pytest.mark.parametrize("failing", ["forward", "between", "backward"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=since_2_13)])
+def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, kind, failing):
+    cell(session, STEPS)
+    run = cell(session, BEGUN.format(repr(kind)))
+    assert run.ok, run.failures
+    broken = cell(session, f"failing = {failing!r}; step(model, opt, 3)")
+    assert broken.root_cause.message == "a mistake"
+    assert broken.warnings == (REFORMED,)
+    finished = cell(session, FINISHED)
+    assert finished.values == [True, True], finished.failures
+
+
+@since_2_13
 def test_models_of_the_notebooks_own_classes_train_on_after_a_mistake_and_an_interrupt_in_a_kernel(
     kernel, eventually, tmp_path
 ):

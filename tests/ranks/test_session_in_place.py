@@ -38,18 +38,6 @@ def cell(session: nblaunch.Session, source: str) -> nblaunch.RunResult:
     return session.cell(textwrap.dedent(source), namespace={}, check=False)
 
 
-@pytest.mark.parametrize("failing", ["forward", "between", "backward"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, kind, failing):
-    run = cell(session, BEGUN.format(repr(kind)))
-    assert run.ok, run.failures
-    broken = cell(session, f"failing = {failing!r}; step(model, opt, 3)")
-    assert broken.root_cause.message == "a mistake"
-    assert broken.warnings == (REFORMED_IN_PLACE,)
-    finished = cell(session, FINISHED)
-    assert finished.values == [True, True], finished.failures
-
-
 def test_a_copy_of_a_model_trains_on_too(session):
     """It is made without the constructor."""
     cell(

@@ -138,19 +138,6 @@ def test_ddp_models_go_on_where_one_has_another_place_in_a_list_of_another_rank(
     cell(session, "del models")
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_ddp_model_goes_on_after_a_failure_within_a_step(session, where):
-    """Also while the traceback of the failure refers to what it was in."""
-    cell(session, LAYERS)
-    undisturbed = cell(session, "model, opt = layers(); [step(model, opt) for _ in range(6)]").values[0]
-    cell(session, "model, opt = layers(); losses = [step(model, opt) for _ in range(3)]")
-    result = cell(session, f"failing = '{where}'; step(model, opt)")
-    assert result.root_cause.message == f"in {where}"
-    assert result.warnings == (REFORMED,)
-    result = cell(session, "failing = ''; losses + [step(model, opt) for _ in range(3)]")
-    assert result.values == [undisturbed] * 2, result.failures
-
-
 def test_a_ddp_model_of_a_group_that_is_gone_is_named_with_the_line_that_revives_it(session):
     cell(session, "group = dist.new_group([0, 1]); model, opt = made(process_group=group); step(model, opt)")
     remedy = "model = DDP(model.module, process_group=group)"
@@ -236,30 +223,7 @@ def sharded(mesh=None, **options):
     mesh = mesh or init_device_mesh("cpu", (world_size,))
     for part in (*model, model): fully_shard(part, mesh=mesh, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-def sharded_step(model, opt, stop=""):
-    opt.zero_grad()
-    loss = model(torch.ones(8, 4) * (rank + 1)).square().mean()
-    if stop == "forward" and rank == 1: raise ValueError("a mistake")
-    loss.backward()
-    if stop == "backward" and rank == 1: raise ValueError("a mistake")
-    if stop: reduced()
-    opt.step()
-    return [each.full_tensor().sum().item() for each in model.parameters()]
 """
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
-@pytest.mark.parametrize("where", ["between", "forward", "backward"])
-def test_a_model_of_fsdp2_goes_on_to_the_bit(session, where):
-    cell(session, SHARDED)
-    undisturbed = cell(session, "model, opt = sharded(); [sharded_step(model, opt) for _ in range(5)]").values
-    cell(session, "model, opt = sharded(); losses = [sharded_step(model, opt) for _ in range(2)]")
-    source = BREAK if where == "between" else f"sharded_step(model, opt, {where!r})"
-    result = cell(session, source)
-    assert (result.root_cause.message, result.warnings) == ("a mistake", (REFORMED,))
-    result = cell(session, "losses + [sharded_step(model, opt) for _ in range(3)]")
-    assert result.values == undisturbed, result.failures
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 of older versions")
