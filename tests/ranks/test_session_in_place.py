@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from training import BEGUN, FINISHED, REFUSED, STEPS, UNORDERED
@@ -250,32 +249,3 @@ def test_a_group_of_some_ranks_goes_on_with_its_ranks_in_their_order(quad):
         assert gathered.values == [
             (4.0, 0.0 if rank == 1 else 3.0, 2.0, [2, 0] if rank % 2 == 0 else [1, 3]) for rank in range(4)
         ]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_model_trains_on_as_if_an_interrupt_within_a_collective_had_not_been(
-    kernel, tmp_path, eventually, kind
-):
-    """Rank 0 waits for the gradients of rank 1, which does not come to them."""
-    waits = tmp_path / "waits"
-    kernel.ok("%distributed start -n 2 --grace 2")
-    kernel.ok(f"%%distributed\n{STEPS}")
-    kernel.ok(f"%%distributed\n{BEGUN.format(repr(kind))}")
-    pending = kernel.submit(
-        f"""
-        %%distributed
-        import pathlib, time
-        def fail():
-            pathlib.Path({str(waits)!r}).touch()
-            time.sleep(1000)
-        failing = "backward"
-        step(model, opt, 3)
-        """
-    )
-    eventually(Path(waits).exists, "rank 1 is within its backward", 60)
-    kernel.interrupt()
-    interrupted = pending.finish()
-    assert interrupted.error.ename == "KeyboardInterrupt"
-    assert REFORMED_IN_PLACE in interrupted.text + interrupted.error.evalue + interrupted.error.traceback
-    assert "ranks 0-1: True" in kernel.ok(f"%%distributed\n{FINISHED}").text
-    kernel.ok("%distributed stop")
