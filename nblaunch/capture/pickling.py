@@ -37,7 +37,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import arrays, identity, push, recipes, tensors
-from nblaunch.capture.parts import LEAVES, Made, annotation_names, global_names
+from nblaunch.capture.parts import LEAVES, Made, annotation_names, class_name, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -207,6 +207,9 @@ def _make_whole(cls: type, reduced: tuple[Any, ...]) -> None:
         reduced[2][0].pop("__slotnames__", None)
         # Among the arguments it always is. Here it is if the base class has another string for it.
         reduced[2][0].pop("__module__", None)
+        if class_name(type(cls)) == _OF_AUTOGRAD:
+            # It makes one for each class, with a number that counts the classes of its process.
+            reduced[2][0].pop("_backward_cls", None)
     if reduced[0] is _cloudpickle._make_skeleton_class:  # noqa: SLF001 - no public name
         names = reduced[1][3]
         names["__qualname__"] = cls.__qualname__
@@ -408,6 +411,8 @@ class _Defining(Homebound):
     def _name_of(self, obj: type) -> str:  # noqa: ARG002 - its definition alone is compared
         return "same"
 
+
+_OF_AUTOGRAD = "torch.autograd.function.FunctionMeta"
 
 _TRACKED = {
     _cloudpickle._make_skeleton_class: 4,  # noqa: SLF001 - what cloudpickle writes into a pickle

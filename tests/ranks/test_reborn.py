@@ -712,6 +712,18 @@ def test_what_a_rank_has_got_from_another_is_the_same_as_theirs():
             assert found.values[0][0].startswith("[(1, 2), (1.0, 2.0), (True, 2), (0.0,), (-0.0,), 'text'")
 
 
+def test_a_class_of_autograd_comes_back_whatever_number_torch_has_given_it():
+    """It counts the classes of its process: those that a rank had made before it died count no more."""
+    with nblaunch.Session(nproc=3, display=False) as session:
+        session.cell(OF_CLASSES, namespace={})
+        for dead in (2, 1):
+            numbers = session.cell(f"{OF_CLASSES}\nDouble._backward_cls._autograd_function_id", namespace={})
+            kill(session, dead)
+            found = session.cell("model(torch.ones(2)).tolist()", namespace={})
+            assert found.values == [found.values[0]] * 3, found.warnings
+        assert len({*numbers.values}) > 1
+
+
 def test_a_session_saves_by_itself_until_a_rank_has_lost_a_variable(tmp_path):
     save = tmp_path / "save"
     with nblaunch.Session(nproc=3, restore=save, save_every=0.001, display=False) as session:
