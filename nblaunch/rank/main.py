@@ -676,6 +676,9 @@ class Rank:
                 dead = self.dead_variables.bury(found, lost=formed.lost if formed.in_place else None)
                 why_not = formed.why_not[:_ERROR_CHARACTERS]
                 stepped = self.dead_variables.names_of(formed.stepped)
+                if self._several:
+                    self.sketches.begin_again()
+                    self._send_names((), urgent=False)
                 answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not, stepped=stepped)
                 self._renumbered = False
                 if self.phase is messages.Phase.PROCESS_GROUP:

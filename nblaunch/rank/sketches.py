@@ -268,9 +268,12 @@ class Sketches:
         # Of an object that may have been changed since, an old digest still tells where ranks have others.
         still = [name for name in self._digests if before.get(name) == self._before.get(name, UNKNOWN)]
         self._of, self._digests = of, {name: mark_outdated(self._digests[name]) for name in still}
-        self._waiting = [name for name in reversed(names) if not is_whole(self._of[name])]
+        self._wait_for(of)
         share = _SHARE * seconds
         self._until = time.monotonic() + (share if share >= _LEAST_SECONDS else 0.0)
+
+    def _wait_for(self, of: Mapping[str, int]) -> None:
+        self._waiting = [name for name in reversed(of) if not is_whole(of[name])]
 
     def of(self, names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sketches of these variables, and the digests of their pickles, if there are any."""
@@ -292,9 +295,21 @@ class Sketches:
         name = self._waiting.pop()
         # Whatever the objects raise: nothing more is known then.
         with contextlib.suppress(Exception, SystemExit):
-            if name in variables:
-                self._digests[name] = number_of(self._digest(variables[name]), whole=True)
+            try:
+                if name in variables:
+                    self._digests[name] = number_of(self._digest(variables[name]), whole=True)
+            except StoppedError:
+                # Not every order is a job, after which all begins anew.
+                self._waiting.append(name)
         return not self._waiting
+
+    def begin_again(self) -> None:
+        """Forget the digests: what belongs to process groups that were formed again has another pickle now.
+
+        Some ranks may have made them before that, and others not.
+        """
+        self._digests = {}
+        self._wait_for(self._of)
 
     def _digest(self, value: Any) -> int:
         file, buffers = _DigestFile(self._stop), list[Any]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -710,6 +711,38 @@ def test_what_a_rank_has_got_from_another_is_the_same_as_theirs():
             assert "gone" not in found.warnings[0]
             assert found.values[0] == found.values[1]
             assert found.values[0][0].startswith("[(1, 2), (1.0, 2.0), (True, 2), (0.0,), (-0.0,), 'text'")
+
+
+def test_a_ddp_model_comes_back_that_one_rank_compared_before_the_group_was_formed_again(tmp_path):
+    """The new group's has other buckets; its pickle before and after that tells nothing of the ranks."""
+    ends = tmp_path / "ends"
+    with nblaunch.Session(nproc=2, display=False) as session:
+        session.cell(f"{STEPS}\n{BEGUN.format(repr('ddp'))}", namespace={})
+        job = threading.Thread(
+            target=session.cell,
+            args=(
+                "import pathlib, time\nz = torch.ones(5000)\nif rank == 1:\n"
+                f"    while not pathlib.Path({str(ends)!r}).exists(): time.sleep(0.01)\n"
+                "    unmatched = dist.all_reduce(torch.ones(1), async_op=True)",
+            ),
+            kwargs={"namespace": {}, "check": False},
+        )
+        job.start()
+        eventually(lambda: is_compared(session, 0, "z"), "the rank that has ended compares its variables")
+        ends.touch()
+        job.join()
+        wait_for_sketches(session, "model", "opt", "undisturbed")
+        kill(session, 1)
+        finished = session.cell(FINISHED, namespace={})
+        assert finished.values == [True, True], finished.warnings
+
+
+def is_compared(session: nblaunch.Session, rank: int, name: str) -> bool:
+    assert session._live.open
+    known = session._live._names.get(rank)
+    return known is not None and is_whole(
+        dict(zip(known.names, known.digests, strict=False)).get(name, UNKNOWN)
+    )
 
 
 def test_a_class_of_autograd_comes_back_whatever_number_torch_has_given_it():

@@ -55,7 +55,7 @@ def test_what_is_imported_or_small_is_known_at_once(value):
 
 @pytest.mark.parametrize("at", [1, 3, None])
 def test_an_order_ends_the_comparison_of_a_large_value(at):
-    """It comes before a piece is read; nothing is known of the value then."""
+    """It comes before a piece is read; nothing is known of the value then, and it is compared later."""
     asked: list[int] = []
 
     def stop() -> bool:
@@ -68,10 +68,12 @@ def test_an_order_ends_the_comparison_of_a_large_value(at):
     variables = {"large": np.zeros(5_000_000)}
     sketches = Sketches(pickler, stop)
     sketches.begin(variables, 0.0)
-    assert sketches.go_on(variables)
+    assert sketches.go_on(variables) == (at is None)
     _, digests = sketches.of(("large",))
     assert (digests == ()) == (at is not None)
     assert len(asked) == (at or 10)
+    assert sketches.waits == (at is not None)
+    assert at is None or (sketches.go_on(variables) and is_whole(*sketches.of(("large",))[1]))
 
 
 def test_an_order_ends_the_pickling_of_many_objects(monkeypatch):
@@ -86,7 +88,7 @@ def test_an_order_ends_the_pickling_of_many_objects(monkeypatch):
     sketches = Sketches(revival.pickler, stop)
     variables = {"model": torch.nn.Sequential(*(torch.nn.ReLU() for _ in range(50)))}
     sketches.begin(variables, 0.0)
-    assert sketches.go_on(variables)
+    assert not sketches.go_on(variables)
     assert sketches.of(("model",))[1] == ()
     assert len(asked) == 5
 
