@@ -421,11 +421,12 @@ notebooks = st.builds(
 
 
 @pytest.fixture(params=[2, 4])
-def world_size(request, module_kernel):
-    """Start a session; its ranks at the end are others than at the start."""
-    prepare(module_kernel, f"-n {request.param}")
+def world_size(request, module_kernel, place):
+    """Start a session; its ranks at the end are others than at the start. Each node has as many."""
+    ranks = request.param + request.param % place.nodes
+    prepare(module_kernel, place.line(ranks))
     module_kernel.ok(KERNEL)
-    yield request.param
+    yield ranks
     module_kernel.ok("%distributed stop\nimport gc; gc.unfreeze()")
     module_kernel.forget()
     # Hundreds of results went at once. What the system did not hold of their notes goes with the next.
