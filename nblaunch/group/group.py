@@ -42,7 +42,7 @@ from nblaunch.protocol import messages
 from nblaunch.protocol.client import Event
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState, State
-from nblaunch.protocol.variables import known_to_all, last_known, unlike
+from nblaunch.protocol.variables import alike, known_to_all, last_known, unlike
 
 _ANSWER_SECONDS = 1.0
 _MEASURE_SECONDS = 2.0  # a busy node reads the memory of all its ranks first
@@ -109,6 +109,8 @@ class WorkerGroup:
         to them; empty if it was none."""
         self._unlike: dict[str, int] = {}
         """Variables that ranks of lost nodes had otherwise, with the numbers that the others then had."""
+        self._cut_off: Collection[str] = ()
+        """Those that the others had alike before the job that was cut off with lost nodes."""
         self.reborn: dict[int, messages.LastKnown] = {}
         """Ranks that were started again, and have not got variables yet, with what they had; and new ones."""
         self.numbered_in = 0
@@ -301,7 +303,7 @@ class WorkerGroup:
             self._go_on(started, kept, new if replaced is None else replaced)
             return
         self.logs.close()
-        self.names, self.reborn, self._gone, self._unlike = {}, {}, {}, {}
+        self.names, self.reborn, self._gone, self._unlike, self._cut_off = {}, {}, {}, {}, ()
         for host in self._hosts:
             host.begin_attempt()
         self.feed(lifecycle.AttemptStarting(started))
@@ -350,9 +352,13 @@ class WorkerGroup:
                 among = {each: known for each, known in cut.items() if each in whole} or whole
                 reborn[rank] = last_known(before, among, whole if cut else None, brought)
             elif rank not in kept:
-                reborn[rank] = known_to_all(whole, self._unlike)
+                reborn[rank] = known_to_all(whole, self._unlike, self._cut_off)
         if lost := whole.keys() - {*kept.values(), *replaced.values()}:
-            self._unlike |= unlike(whole, lost)
+            # What the others have made of it since is no difference to what the lost ones had.
+            cut = next((before for before, _ in map(self._gone.get, lost & self._gone.keys()) if before), {})
+            among = {each: known for each, known in cut.items() if each in whole} or whole
+            self._unlike |= unlike(among, lost)
+            self._cut_off = alike(among, kept.values()) if cut else ()
         self.reborn, self._gone = reborn, {}
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:

@@ -69,22 +69,37 @@ def last_known(
     return LastKnown(equal, alike, others, lacked=tuple(lacked), changed=tuple(changed))
 
 
-def known_to_all(names: Mapping[int, Names], unlike: Mapping[str, int]) -> LastKnown:
+def known_to_all(
+    names: Mapping[int, Names], unlike: Mapping[str, int], cut_off: Collection[str] = ()
+) -> LastKnown:
     """Return what a new rank may get from the others: what they have alike, as far as was seen.
 
-    Not what lost ranks had otherwise (see `unlike`), unless it has changed since.
+    Not what lost ranks had otherwise (see `unlike`), unless it has changed since. Of what they had alike before
+    the job that was `cut_off` with these, the gradients alone may differ: it is compared without them.
 
     >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
     >>> known_to_all(names, {})
     LastKnown(equal=(), alike=('x',), others=('y',), lacked=(), changed=(), joins=True)
+    >>> names = {each: Names(each, ("x",), sketches=(5,), digests=(8 + 2 * each,)) for each in range(2)}
+    >>> known_to_all(names, {}).alike, known_to_all(names, {}, {"x"}).alike
+    ((), ('x',))
     """
     of = [_numbers(known) for known in names.values()]
     alike, others = list[str](), list[str]()
     for name in sorted(set[str]().union(*(each.names for each in names.values()))):
         known = [each.get(name, (UNKNOWN, UNKNOWN)) for each in of]
+        if name in cut_off:
+            known = [(number, UNKNOWN) for number, _ in known]
         differs = _kind(known) == "others" or unlike.get(name) == known[0][0]
         (others if differs else alike).append(name)
     return LastKnown(alike=tuple(alike), others=tuple(others), joins=True)
+
+
+def alike(names: Mapping[int, Names], ranks: Collection[int]) -> Collection[str]:
+    """Return the variables that these ranks had alike, as far as was seen."""
+    of = [_numbers(known) for rank, known in names.items() if rank in ranks]
+    shared = set[str]().union(*of)
+    return {name for name in shared if _kind([each.get(name, (UNKNOWN, UNKNOWN)) for each in of]) != "others"}
 
 
 def unlike(names: Mapping[int, Names], lost: Collection[int]) -> dict[str, int]:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from lanes import slow
 from patience import PATIENCE, eventually
+from training import BEGUN, FINISHED, STEPS
 
 import nblaunch
 from nblaunch import LaunchError, NblaunchError, RunFailedError
@@ -633,6 +634,37 @@ def test_the_ranks_of_a_node_that_comes_get_what_all_others_have_alike(start):
     nodes.programs()[3].kill()
     eventually(lambda: nodes.session._live.world_size == 2, "two ranks are left")
     assert list(nodes.cell("step, 'mine' in globals()").values) == [(3, True), (3, False)]
+
+
+@pytest.mark.slow
+def test_a_model_that_a_lost_node_cut_off_within_a_step_comes_to_the_next_one_and_trains_on(start, tmp_path):
+    """The ranks that are left have gradients of their own: that step was not summed."""
+    waits = tmp_path / "waits"
+    nodes = start(nnodes="1:2", nproc=2, max_restarts=1, grace=10)
+    nodes.cell(f"{STEPS}\n{BEGUN.format(repr('ddp'))}")
+    program = nodes.programs()[3]
+    source = f"""
+import pathlib, time
+def fail():
+    pathlib.Path({str(waits)!r}).touch()
+    time.sleep(1000)
+failing = "backward" if rank == 3 else ""
+step(model, opt, 3)
+"""
+    cell = threading.Thread(target=nodes.cell, args=(source,), kwargs={"check": False})
+    cell.start()
+    eventually(waits.exists, "a rank is within its backward", PATIENCE * 3)
+    program.kill()
+    cell.join()
+    eventually(
+        lambda: nodes.session._live.attempt > 1 and nodes.session._live.world_size == 4,
+        "another node is here",
+        PATIENCE * 3,
+    )
+    finished = nodes.cell(FINISHED)
+    assert finished.values == [True] * 4, finished.warnings
+    (told,) = [each for each in finished.warnings if each.startswith("ranks 2-3 have joined: ")]
+    assert "without gradients, which differed" in told
 
 
 @pytest.mark.slow_at("1")
