@@ -669,7 +669,7 @@ class Rank:
         cut = stacks.cutting(order.fds)
         try:
             if order.reform:
-                found = self.dead_variables.find()
+                found = self.dead_variables.find(renumbered=self._renumbered)
                 formed = process_group.form_again(order.number, self.device, cut)
                 if not formed.in_place:
                     found = self._renew(found, order.number)

@@ -302,8 +302,11 @@ class DeadVariables:
         self._refusing = weakref.WeakSet[torch.nn.Module]()
         """The models that raise when they are used."""
 
-    def find(self) -> Found:
-        """Return the variables that are alive, with what will revive each; the groups must still exist."""
+    def find(self, *, renumbered: bool) -> Found:
+        """Return the variables that are alive, with what will revive each; the groups must still exist.
+
+        Where ranks have other numbers than these were made with, no line has the right ones.
+        """
         seen = {id(thing()) for _, thing in self._dead}
         found: Found = []
         for path, thing in self._things():
@@ -312,6 +315,8 @@ class DeadVariables:
             # A user's object may raise anything when it is examined, and must not end the session.
             with contextlib.suppress(Exception):
                 remedy = self._remedy(path, thing)
+                if renumbered and remedy is not None and not isinstance(thing, torch.nn.Module):
+                    remedy = _OF_THOSE_LEFT
                 if remedy is not None:
                     seen.add(id(thing))
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
@@ -473,6 +478,7 @@ def _is_sharded(value: object) -> bool:
     return any(kind.__name__ in {"FullyShardedDataParallel", "FSDPModule"} for kind in type(value).__mro__)
 
 
+_OF_THOSE_LEFT = "make it of the ranks that are there now"
 _UNFORGOTTEN = "it cannot forget its last step: "
 
 

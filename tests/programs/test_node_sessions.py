@@ -561,7 +561,10 @@ def others_wait(nodes: Nodes) -> bool:
 @pytest.mark.parametrize("seconds", [0, slow(60)], ids=["in a collective", "in Python"])
 def test_a_job_fails_with_a_lost_node_and_keeps_what_the_other_ranks_have(start, seconds):
     nodes = start(nnodes="1:2", nproc=2)
-    nodes.cell("import os\nmine = os.getpid()")
+    nodes.cell(
+        "import os, torch.distributed as dist\nmine = os.getpid()\n"
+        "mesh, group = dist.init_device_mesh('cpu', (2, 2)), dist.new_group([0, 3])"
+    )
     pids, program = nodes.pids(), nodes.programs()[3]
     handle = nodes.session.submit(prints_and_waits, (1, 60 if seconds else 0))
     doing = "sleep" if seconds else "all_reduce"
@@ -584,6 +587,8 @@ def test_a_job_fails_with_a_lost_node_and_keeps_what_the_other_ranks_have(start,
     print(f"node killed -> next values {time.monotonic() - began:.2f} s")
     assert list(after.values) == pids[:2]
     assert any("the group has 2 ranks now" in warning for warning in after.warnings)
+    anew = "(make it of the ranks that are there now)"
+    assert any(warning.endswith(f"mesh {anew}, group on rank 0 {anew}") for warning in after.warnings)
     assert list(nodes.cell(SUM).values) == [3, 3]
     assert [each.stdout for each in nodes.cell("print('once')").ranks] == ["once\n"] * 2
 
