@@ -43,6 +43,8 @@ def unfit(answers: Mapping[int, Where], members: Iterable[int], called: Tallies,
         return f"{format_ranks(missing)} did not say what was called"
     if not succeeded and uneven(called, members):
         return "the ranks have called a different number of operations"
+    if not succeeded and any(answer.in_backward for answer in answers.values()):
+        return "a model was left within its backward pass, which the ranks forget together"
     for key, by_rank in _by_group({rank: answer.tallies for rank, answer in answers.items()}).items():
         one = next(iter(by_rank.values()))
         absent = members & set(key[2]) - by_rank.keys()

@@ -492,6 +492,8 @@ class Where(_OfRank, frozen=True):
     """Of all groups, since each was formed."""
     broken: str = ""
     """CUDA's error, if a rank that has ended its job cannot use CUDA any more."""
+    in_backward: bool = False
+    """Whether a rank that has ended its job has left a model within its backward pass."""
     waits: tuple[Collective, ...] = ()
     """The operations in which the main thread or the GPU may be waiting; one where it is known which."""
 

@@ -556,6 +556,27 @@ def _forget_step(root: Any) -> None:
                 param.unsharded_accumulated_grad = None
 
 
+def stopped_in_backward() -> bool:
+    """Return whether a model is within a backward pass that has ended early: its next step would be wrong.
+
+    FSDP2 would add the gradients that were not reduced to those of the next step. DDP would refuse it.
+    """
+    alive = [each for each in ddp_models() if each.process_group in distributed_c10d._world.pg_names]  # noqa: SLF001
+    return any(map(_has_unreduced, alive)) or any(map(_is_in_backward, _fsdp_roots()))
+
+
+def _has_unreduced(model: DistributedDataParallel) -> bool:
+    try:
+        model._check_reducer_finalized()  # noqa: SLF001 - DDP's own, which raises then
+    except RuntimeError:
+        return True
+    return False
+
+
+def _is_in_backward(root: Any) -> bool:
+    return bool(getattr(root._state_ctx, "post_backward_final_callback_queued", False))  # noqa: SLF001
+
+
 def _is_within_step(root: Any) -> bool:
     try:
         return not _is_idle(root)

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from nblaunch.protocol.messages import DUMP_SIGNAL, Connection, FrameRecord, Where, dump_path, fatal_path
 from nblaunch.protocol.reports import is_import, is_ours
-from nblaunch.rank import failure, flight_recorder, process_group, waits
+from nblaunch.rank import failure, flight_recorder, in_place, process_group, waits
 
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group", "form_again"})
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
@@ -63,6 +63,7 @@ class RankInspector:
             done=status.done,
             importing=self.importing(),
             broken=process_group.broken() if idle else "",
+            in_backward=idle and in_place.stopped_in_backward(),
             tallies=tuple(
                 groups.tally(group, backend, *known.count(backend, group, number))
                 for (group, backend), number in counts.items()

@@ -267,6 +267,16 @@ def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, k
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=since_2_13)])
+def test_a_model_trains_on_that_all_ranks_have_left_at_one_place_of_its_backward(session, kind):
+    """All have called the same collectives, and none is open. What is left are gradients, not summed."""
+    cell(session, STEPS.replace(" and rank % 2", ""))
+    assert cell(session, BEGUN.format(repr(kind))).ok
+    assert cell(session, "failing = 'backward'; step(model, opt, 3)").warnings == (REFORMED,)
+    finished = cell(session, FINISHED)
+    assert finished.values == [True, True], finished.failures
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=since_2_13)])
 def test_a_model_trains_on_as_if_an_interrupt_within_a_collective_had_not_been(
     kernel, tmp_path, eventually, kind
 ):
