@@ -355,7 +355,7 @@ class WorkerGroup:
                 reborn[rank] = known_to_all(whole, self._unlike, self._cut_off)
         if lost := whole.keys() - {*kept.values(), *replaced.values()}:
             # What the others have made of it since is no difference to what the lost ones had.
-            cut = next((before for before, _ in map(self._gone.get, lost & self._gone.keys()) if before), {})
+            cut = next((self._gone[each][0] for each in lost & self._gone.keys() if self._gone[each][0]), {})
             among = {each: known for each, known in cut.items() if each in whole} or whole
             self._unlike |= unlike(among, lost)
             self._cut_off = alike(among, kept.values()) if cut else ()

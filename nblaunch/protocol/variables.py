@@ -74,8 +74,8 @@ def known_to_all(
 ) -> LastKnown:
     """Return what a new rank may get from the others: what they have alike, as far as was seen.
 
-    Not what lost ranks had otherwise (see `unlike`), unless it has changed since. Of what they had alike before
-    the job that was `cut_off` with these, the gradients alone may differ: it is compared without them.
+    Not what lost ranks had otherwise (see `unlike`), unless it has changed since. What the others had alike
+    before the job that was `cut_off` with these may differ in gradients alone: it is compared without them.
 
     >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
     >>> known_to_all(names, {})

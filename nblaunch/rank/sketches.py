@@ -272,7 +272,7 @@ class Sketches:
         share = _SHARE * seconds
         self._until = time.monotonic() + (share if share >= _LEAST_SECONDS else 0.0)
 
-    def _wait_for(self, of: Mapping[str, int]) -> None:
+    def _wait_for(self, of: dict[str, int]) -> None:
         self._waiting = [name for name in reversed(of) if not is_whole(of[name])]
 
     def of(self, names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -258,7 +258,10 @@ OTHERS = [
     (C10D.Backend, "_get_sequence_number_for_group"),
     (C10D.Reducer, "_remove_autograd_hooks _get_zeros_like_grad_buckets"),
     (_composable_state, "_module_state_mapping"),
-    (torch.nn.parallel.DistributedDataParallel, "_ddp_init_helper _update_process_group"),
+    (
+        torch.nn.parallel.DistributedDataParallel,
+        "_ddp_init_helper _update_process_group _check_reducer_finalized",
+    ),
     (torch.nn.parallel.DistributedDataParallel, "_build_params_for_reducer"),
     (torch_events, "_events_loggers"),
     (handlers, "_log_handlers"),
