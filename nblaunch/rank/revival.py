@@ -140,9 +140,10 @@ class _Sent:
         self._rank, self._reborn = meeting.rank, reborn
         made = saving.Save(meeting, here, wanted, ddp_buffers=False)
         self._bare = False
-        if not wanted <= made.equal.keys():
+        if unlike := wanted - made.equal.keys():
             # Of a step that was cut off, each rank has gradients of its own.
-            bare = saving.Save(meeting, here, wanted, gradients=False, ddp_buffers=False)
+            graded = set[int]().union(*(made.examined[each].graded for each in unlike & made.examined.keys()))
+            bare = saving.Save(meeting, here, wanted, bare=graded, ddp_buffers=False)
             self._bare = len(bare.equal) > len(made.equal)
             made = bare if self._bare else made
         self._lost = {name: why for each in had for name, why in each.items() if why and name not in imported}

@@ -180,7 +180,10 @@ class Pickler(pickling.Outbound):
 
     def parts_of(self, tensor: Any) -> tuple[Any, Any, Any] | None:
         parts = super().parts_of(tensor)
-        if parts is None or self._stream.gradients:
+        if parts is None or parts[0] is None:
+            return parts
+        self._stream.graded.add(id(tensor))
+        if id(tensor) not in self._stream.bare:
             return parts
         _, *hooks = parts
         return None if hooks == [None, None] else (None, *hooks)
@@ -247,11 +250,13 @@ class SaveStream:
         lines: dict[str, set[int]] | None = None,
         first: Sequence[Any] = (),
         *,
-        gradients: bool = True,
+        bare: Collection[int] = (),
         apart: Collection[tuple[int, int]] = (),
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.gradients, self._apart, self.check = gradients, apart, check
+        self.bare, self._apart, self.check = bare, apart, check
+        self.graded: set[int] = set()
+        """The ids of tensors that have gradients; those that are `bare` are pickled without."""
         self.met, self.classes = met, classes or _ClassNames()
         self.lines = {} if lines is None else lines
         """Of the process groups; names of classes; the lines of functions, by file."""
@@ -264,7 +269,7 @@ class SaveStream:
 
     def alone(self) -> SaveStream:
         """Return one for a part that is pickled by itself."""
-        return SaveStream(self.met, self.classes, self.lines, gradients=self.gradients, check=self.check)
+        return SaveStream(self.met, self.classes, self.lines, bare=self.bare, check=self.check)
 
     def add(self, name: str, value: Any) -> None:
         """Add a variable. Raises whatever its objects raise, and `arrays.OverlapError`."""
@@ -381,6 +386,8 @@ class _Examined:
     """The same without the buffers of DDP models."""
     buffers: Sequence[Data] = ()
     detached: bool = False
+    graded: Collection[int] = ()
+    """The ids of its tensors that have gradients."""
 
 
 class Save:
@@ -392,14 +399,15 @@ class Save:
         variables: namespace.Variables,
         only: Collection[str] | None = None,
         *,
-        gradients: bool = True,
+        bare: Collection[int] = (),
         ddp_buffers: bool = True,
     ) -> None:
-        """Find and pickle all; with `only`, of these what is equal, perhaps without `gradients`.
+        """Find and pickle all; with `only`, of these what is equal.
 
-        Without `ddp_buffers` models are equal that differ in these alone.
+        Tensors whose ids are in `bare` are pickled without gradients. Without `ddp_buffers` models are equal
+        that differ in these alone.
         """
-        self._meeting, self._gradients, self._ddp_buffers = meeting, gradients, ddp_buffers
+        self._meeting, self._bare, self._ddp_buffers = meeting, bare, ddp_buffers
         self._in_memory = only is not None
         self._broadcast = ranges_of(in_place.broadcast_buffers())
         self.from_rank_0: set[str] = set()
@@ -431,9 +439,7 @@ class Save:
     def _new_stream(self, first: Sequence[Any] = ()) -> SaveStream:
         met = sharded.GroupObjects(self._meeting.rank, self._meeting.world_size, own_device())
         met.in_memory = self._in_memory
-        return SaveStream(
-            met, self._classes, self._lines, first, gradients=self._gradients, apart=self._broadcast
-        )
+        return SaveStream(met, self._classes, self._lines, first, bare=self._bare, apart=self._broadcast)
 
     def _examine(self, name: str) -> _Examined:
         value = self.values[name]
@@ -447,6 +453,7 @@ class Save:
         examined.partial, examined.shards = met.partial, len(met.shards)
         examined.meshes = [list(key[2]) for key in met.made if key[0] == "mesh"]
         examined.buffers, examined.detached = pickled.buffers, pickled.detached
+        examined.graded = stream.graded
         samples = [(self._is_broadcast(each), self._hash(each, sample=True)) for each in pickled.buffers]
         examined.first, examined.bare = (
             hashlib.sha256(f"{pickled.digest}{each}".encode()).hexdigest()

@@ -423,6 +423,16 @@ def test_training_with_ddp_goes_on_from_the_step_before_which_a_rank_died(quad, 
     assert all(others)
 
 
+def test_only_a_model_that_was_within_a_step_comes_without_gradients(quad):
+    """Without those of others it would differ from them, and be gone with the next rank that dies."""
+    begin(quad, 2)
+    assert not quad.cell("failing = 'backward'; step(model, opt, 2)", namespace={}, check=False).ok
+    graded = "[[each.grad is not None for each in of.parameters()] for of in (second, model)]"
+    found = quad.cell(graded, namespace={})
+    assert found.values[1] == [[True] * 6, [False] * 6]
+    assert "without gradients, which differed" in found.warnings[0]
+
+
 since_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.8 cannot end a step of FSDP2")
 HSDP = """
 mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
