@@ -228,6 +228,7 @@ class KnowledgeView:
         self._rebound = {rank: frozenset(names.get(rank, _NO_NAMES).rebound) for rank in ranks}
         self._declined: dict[str, _Binding] = {}
         self._arriving: Mapping[str, _Binding] = {}
+        self._arriving_frames: Mapping[int, ObjectFrame] = {}
         self._reached: set[str] = set()
         self._shared = notebook_names(self._namespace)
         containers = (self._namespace.get(name) for name in IPYTHONS_CONTAINERS)
@@ -314,8 +315,8 @@ class KnowledgeView:
             # The next cells compare with the notebook's variable of that name, if there is one.
             known = name in self._namespace
             bound[name] = self._binding(self._namespace[name], inspection) if known else _Binding(None)
-        self._arriving = bound
-        self._note_stale(frames)
+        self._arriving, self._arriving_frames = bound, frames
+        self._note_stale()
         gone = tuple(self.record.gone)
         objects = Objects(
             wait=bool(bound or frames),
@@ -328,13 +329,20 @@ class KnowledgeView:
         plain = not (packed.keys or keys or gone or objects.wait)
         return Delivery({**self._declined, **bound}, frames, gone, None if plain else objects)
 
-    def _note_stale(self, frames: Mapping[int, ObjectFrame]) -> None:
+    def _frames_then(self) -> SentFrames:
+        """Return the frames of what these ranks have once the payload has arrived."""
+        if not self._arriving_frames:
+            return self.record.frames
+        frames = self.record.frames.copy()
+        frames.update(self._arriving_frames)
+        return frames
+
+    def _note_stale(self) -> None:
         """Note variables that arrive, and lead to memory that was changed since the ranks got it."""
-        stale = {key for key, frame in frames.items() if frame is CHANGED}
+        stale = {key for key, frame in self._arriving_frames.items() if frame is CHANGED}
         if not stale:
             return
-        known = self.record.frames.copy()
-        known.update(frames)
+        known = self._frames_then()
         for name, binding in self._arriving.items():
             led_to = binding.frame.children if binding.frame is not None else (binding.key,)
             if any(stale & known.reached_from(key) for key in led_to if key is not None):
@@ -358,9 +366,10 @@ class KnowledgeView:
 
     def sent_version(self, name: str) -> object:
         """Return what these ranks have then of a variable's objects, to be compared with what others have."""
-        binding, frames = self._arriving.get(name, self.record.bound.get(name)), self.record.frames
+        binding = self._arriving.get(name, self.record.bound.get(name))
         if binding is None:
             return None
+        frames = self._frames_then()
         led_to = binding.frame.children if binding.frame is not None else (binding.key,)
         reached: set[int] = set().union(*(frames.reached_from(key) for key in led_to if key is not None))
         return binding.frame, {key: frames.get(key) for key in reached}
