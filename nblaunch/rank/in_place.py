@@ -45,6 +45,8 @@ _MAKES_GLOO, _MAKES_NCCL = "_create_gloo_process_group", "_create_nccl2_process_
 _NCCL_REVOKES = (2, 28)
 # Below which severity torch's C++ logs nothing.
 _LOGS, _LOG_LEVEL, _FATAL = "libc10.so", "FLAGS_caffe2_log_level", 3
+# Hooks of programs have the numbers that torch gives them.
+_FORGETS = -1
 # Above the numbers of all recoveries.
 _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
@@ -68,6 +70,8 @@ _ddp_models = weakref.WeakKeyDictionary[DistributedDataParallel, int]()
 """DDP models, and their numbers in the order in which they were made."""
 _made = 0
 """The number of the next one."""
+_replaced = weakref.WeakKeyDictionary[DistributedDataParallel, list[Any]]()
+"""The reducers that DDP models had before they began again: a step may still be theirs."""
 
 OwnGroups = Mapping[str, tuple[Sequence[int], Sequence[str]]]
 """What a rank tells the others of its groups, by name: their ranks, and the handles of its backends; empty if
@@ -379,8 +383,9 @@ def form_again(
         differ = _where_models_differ(tell("collected", _rebuilt()), told)
     lost: list[tuple[object, str]] = []
     for model in list(_ddp_models):
+        why = ""
         if _name_of(model.process_group) not in differ:
-            why = _forgotten(model, _forget_reduction)
+            forget_at_next_step(model)
         else:
             # Ranks rebuild buckets after their first backward. One that failed before that has others.
             of_default = model.process_group is dist.group.WORLD
@@ -533,15 +538,38 @@ def begin_again(model: DistributedDataParallel, buckets: Buckets) -> bool:
         model.process_group = distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
         setattr(model, _BUCKETS, buckets)
         model.__setstate__(model.__getstate__())
-        before._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
     except Exception:  # noqa: BLE001 - of torch: the model is named as one that is gone
         return False
+    _replaced.setdefault(model, []).append(before)
+    forget_at_next_step(model)
     return True
 
 
-def _forget_reduction(model: DistributedDataParallel) -> None:
+def forget_at_next_step(model: DistributedDataParallel) -> None:
+    """Have a DDP model forget a step that did not end, once it begins another one.
+
+    Not before: the forward and the backward of a step may be in two cells, with the mistake between them. A
+    reducer that has forgotten the forward leaves each rank with gradients of its own, and says nothing.
+    """
+    hooks = model._forward_pre_hooks  # noqa: SLF001 - its key is the same on all ranks, and not the next one
+    hooks[_FORGETS] = _forget_reduction
+    hooks.move_to_end(_FORGETS, last=False)
+
+
+def _forget_reduction(model: DistributedDataParallel, *_: object) -> None:
+    if not torch.is_grad_enabled():
+        return
+    model._forward_pre_hooks.pop(_FORGETS, None)  # noqa: SLF001 - as above
+    for before in _replaced.pop(model, ()):
+        before._remove_autograd_hooks()  # what DDP itself calls
+    of_default = model.process_group is dist.group.WORLD
+    if model.static_graph and of_default and not model._has_rebuilt_buckets:  # noqa: SLF001 - as above
+        # What it has counted in its first step cannot be reset.
+        model.reducer._remove_autograd_hooks()  # noqa: SLF001 - as above
+        model.__setstate__(model.__getstate__())
+        return
     # What torch itself calls with a group that has become smaller.
-    model._update_process_group(model.process_group)  # noqa: SLF001
+    model._update_process_group(model.process_group)  # noqa: SLF001 - as above
 
 
 def _forget_step(root: Any) -> None:
