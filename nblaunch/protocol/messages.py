@@ -1022,6 +1022,7 @@ class ClockAnswered(msgspec.Struct, frozen=True, tag=True):
 class Recover(msgspec.Struct, frozen=True, tag=True):
     """Answer with `Recovered`; with `reform`, form the default process group again before.
 
+    Without, models `forget` a backward pass that the job has left unfinished on all of their ranks.
     `fds` are connections to other ranks that belong to the old groups. A use of one of these groups must fail
     at once, and not wait for peers.
     """
@@ -1029,6 +1030,7 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
     number: int
     reform: bool
     fds: tuple[int, ...] = ()
+    forget: bool = False
 
 
 class Preempt(msgspec.Struct, frozen=True, tag=True):

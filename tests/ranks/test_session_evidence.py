@@ -266,6 +266,43 @@ def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, k
     assert finished.values == [True, True], finished.failures
 
 
+@pytest.mark.parametrize(
+    ("made", "failing"),
+    [
+        ("'ddp'", "backward"),
+        ("'ddp', find_unused_parameters=True", "between"),
+        ("'ddp', static_graph=True", "backward"),
+        pytest.param("'fsdp'", "backward", marks=since_2_13),
+    ],
+)
+def test_a_model_trains_on_as_if_a_mistake_of_all_ranks_within_a_step_had_not_been(session, made, failing):
+    """No group is formed again for it: the ranks have called the same collectives."""
+    cell(session, STEPS)
+    cell(session, BEGUN.format(made))
+    broken = cell(session, f"failing, alike = {failing!r}, True; step(model, opt, 3)")
+    assert [each.message for each in broken.failures] == ["a mistake"] * 2
+    assert broken.warnings == ()
+    finished = cell(session, FINISHED)
+    assert finished.values == [True, True], finished.failures
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=since_2_13)])
+def test_after_a_mistake_a_step_that_has_begun_before_it_sums_gradients_or_fails(session, kind, alike):
+    """Its forward and its backward are in two cells. No rank goes on with gradients of its own."""
+    cell(session, STEPS)
+    cell(session, BEGUN.format(repr(kind)))
+    cell(session, "torch.manual_seed(300 + rank); opt.zero_grad()")
+    cell(session, "loss = model(torch.randn(16, 8)).square().mean()")
+    broken = cell(session, f"if {alike} or rank == 1: raise ValueError('a mistake')\nreduced()")
+    assert broken.warnings == (() if alike else (REFORMED,))
+    went_on = cell(session, "loss.backward(); opt.step()")
+    assert went_on.ok == (alike or kind == "fsdp" or in_place.torch_can())
+    later = FINISHED.replace("range(3, 6)", "range(4, 6)") if went_on.ok else FINISHED
+    finished = cell(session, later)
+    assert finished.values == [True, True], finished.failures
+
+
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=since_2_13)])
 def test_a_model_trains_on_as_if_an_interrupt_within_a_collective_had_not_been(
     kernel, tmp_path, eventually, kind
