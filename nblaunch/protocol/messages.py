@@ -359,6 +359,10 @@ class StepsTaken(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
     gone: bool = False
     """Whether nothing refers to it any more."""
+    rates_before: tuple[float, ...] = ()
+    """Its learning rates before its first step of the job."""
+    rates: tuple[float, ...] = ()
+    """Those that it has now."""
 
 
 class Returned(_OfRank, frozen=True):

@@ -27,6 +27,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _OPTION = "enable_reconfigure"
 # FSDP2's states within a backward pass, and where torch's code of one is.
 _BACKWARD = ("PRE_BACKWARD", "POST_BACKWARD")
-_AUTOGRAD = os.path.dirname(torch.autograd.__file__)
+_AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 _BEGIN_DDP, _ASSIGN = "_ddp_init_helper", "_compute_bucket_assignment_by_size"
 # In a DDP model that has begun again, and in its pickle: the buckets with which it has.
 _BUCKETS = "_nblaunch_buckets"
@@ -446,12 +447,15 @@ def forget_backwards(
 ) -> list[tuple[object, str]]:
     """Have models forget a backward pass that has ended on all their ranks alike, in a job with this error.
 
-    All ranks call it. They have done the same collectives, so their groups go on. The models do not by
-    themselves: DDP refuses another step, and FSDP2 leaves out what it takes to be done. Returns the models that
+    All ranks call it. They have done the same collectives, so their groups go on. The models do not:
+    DDP refuses another step, and FSDP2 leaves out what it takes to be done. Returns the models that
     cannot forget, and why. A forward without its backward is not forgotten: that may be in a later cell.
     """
     roots, models = _fsdp_roots(), sorted(_ddp_models, key=_ddp_models.__getitem__)
-    own = [_is_within_backward(each) for each in roots], [_is_within_reduction(each, error) for each in models]
+    own = (
+        [_is_within_backward(each) for each in roots],
+        [_is_within_reduction(each, error) for each in models],
+    )
     told = tell(own)
     reducing = begun_on_some([each[1] for each in told], len(models))
     for model in itertools.compress(models, reducing):
@@ -460,11 +464,12 @@ def forget_backwards(
 
 
 def _is_within_backward(root: Any) -> bool:
-    every = root._state_ctx.all_states  # noqa: SLF001 - FSDP2's own
-    # torch 2.8, which cannot forget a step, has one of each.
-    of_each = (getattr(each, "_fsdp_param_groups", None) or [each._fsdp_param_group] for each in every)  # noqa: SLF001
-    groups = (group for group in itertools.chain.from_iterable(of_each) if group is not None)
-    states = {each._training_state.name for each in (*every, *groups)}  # noqa: SLF001 - as above
+    states = set[str]()
+    for each in root._state_ctx.all_states:  # noqa: SLF001 - FSDP2's own
+        # torch 2.8, which cannot forget a step, has one of each.
+        groups = getattr(each, "_fsdp_param_groups", None)
+        groups = [each._fsdp_param_group] if groups is None else groups  # noqa: SLF001 - as above
+        states |= {part._training_state.name for part in (each, *groups) if part is not None}  # noqa: SLF001
     queued: bool = root._state_ctx.post_backward_final_callback_queued  # noqa: SLF001 - as above
     return queued or not states.isdisjoint(_BACKWARD)
 
@@ -605,7 +610,7 @@ def forget_at_next_step(model: DistributedDataParallel) -> None:
     Not before: the forward and the backward of a step may be in two cells, with the mistake between them. A
     reducer that has forgotten the forward leaves each rank with gradients of its own, and says nothing.
     """
-    hooks = model._forward_pre_hooks  # noqa: SLF001 - its key is the same on all ranks, and not the next one
+    hooks: Any = model._forward_pre_hooks  # noqa: SLF001 - its key is the same on all ranks, and not the next one
     hooks[_FORGETS] = _forget_reduction
     hooks.move_to_end(_FORGETS, last=False)
 
@@ -615,7 +620,7 @@ def _forget_reduction(model: DistributedDataParallel, *_: object) -> None:
         return
     model._forward_pre_hooks.pop(_FORGETS, None)  # noqa: SLF001 - as above
     for before in _replaced.pop(model, ()):
-        before._remove_autograd_hooks()  # what DDP itself calls
+        before._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
     of_default = model.process_group is dist.group.WORLD
     if model.static_graph and of_default and not model._has_rebuilt_buckets:  # noqa: SLF001 - as above
         # What it has counted in its first step cannot be reset.

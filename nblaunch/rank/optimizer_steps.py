@@ -37,6 +37,7 @@ class _Counts:
     number: int
     """In the order of the first ones, which is the same on all ranks."""
     optimizer: weakref.ref[Optimizer]
+    rates_before: tuple[float, ...]
     begun: int = 0
     ended: int = 0
 
@@ -67,7 +68,9 @@ def taken(things: Iterable[tuple[str, Any]] = ()) -> tuple[StepsTaken, ...]:
         # A look for names takes as long as a model has parameters.
         last = each.number > taken[-1].number - _MOST_NAMED
         known = names([optimizer], named) if last and optimizer is not None else ()
-        found.append(StepsTaken(each.number, each.begun, each.ended, known, gone=optimizer is None))
+        rates = () if optimizer is None else _rates_of(optimizer)
+        gone = optimizer is None
+        found.append(StepsTaken(each.number, each.begun, each.ended, known, gone, each.rates_before, rates))
     return tuple(found)
 
 
@@ -75,9 +78,16 @@ def _steps_of(optimizer: Optimizer) -> _Counts:
     steps = _of_optimizer.get(optimizer)
     if steps is None:
         number = _taken[-1].number + 1 if _taken else 0
-        _of_optimizer[optimizer] = steps = _Counts(number, weakref.ref(optimizer))
+        rates = _rates_of(optimizer)
+        _of_optimizer[optimizer] = steps = _Counts(number, weakref.ref(optimizer), rates)
         _taken.append(steps)
     return steps
+
+
+def _rates_of(optimizer: Optimizer) -> tuple[float, ...]:
+    """Return the learning rates of its groups; a tensor would be waited for."""
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return tuple(float(each) for each in rates if isinstance(each, float | int))
 
 
 def _note_begin(optimizer: Optimizer, *_: object) -> None:
