@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nblaunch import _devices
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 _OPTION = "enable_reconfigure"
 # FSDP2's states within a backward pass, and where torch's code of one is.
 _BACKWARD = ("PRE_BACKWARD", "POST_BACKWARD")
@@ -602,6 +603,19 @@ def begin_again(model: DistributedDataParallel, buckets: Buckets) -> bool:
     _replaced.setdefault(model, []).append(before)
     forget_at_next_step(model)
     return True
+
+
+def renew_optimizers(before: Any) -> bool:
+    """Give optimizers that share their states (ZeRO) the present default group for the one before.
+
+    Each rank would take its part of a step, and could not tell it to the others. Returns if there were any.
+    """
+    kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", ())
+    spread = [each for each in gc.get_objects() if issubclass(type(each), kind)] if kind else []
+    renewed = [each for each in spread if each.process_group is before]
+    for each in renewed:
+        each.process_group = distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
+    return bool(renewed)
 
 
 def forget_at_next_step(model: DistributedDataParallel) -> None:

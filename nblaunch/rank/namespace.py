@@ -299,6 +299,8 @@ class DeadVariables:
         self._dead: Found = []
         self._of_default = weakref.WeakSet[DistributedDataParallel]()
         """The models that had the default group of that time, those to which no variable leads among them."""
+        self._default: Callable[[], Any] = lambda: None
+        """That group, if it is still there."""
         self._refusing = weakref.WeakSet[torch.nn.Module]()
         """The models that raise when they are used."""
 
@@ -316,6 +318,7 @@ class DeadVariables:
                     seen.add(id(thing))
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
         default = process_group.groups().default
+        self._default = (lambda: None) if default is None else weakref.ref(default)
         models = (each for each in in_place.ddp_models() if each.process_group is default)
         self._of_default = weakref.WeakSet(each for each in models if not refuses(each))
         return found
@@ -335,7 +338,11 @@ class DeadVariables:
         for model in set(self._of_default).difference(ours.values()):
             # No variable that is looked at leads to these on some rank: on all they get new buckets.
             in_place.begin_again(model, ())
-        return [(dead, reference) for dead, reference in found if dead.name not in begun]
+        left = [(dead, reference) for dead, reference in found if dead.name not in begun]
+        if in_place.renew_optimizers(self._default()):
+            present = dict(self._things())
+            left = [(dead, thing) for dead, thing in left if present.get(dead.name) is thing()]
+        return left
 
     def bury(
         self, found: Found, *, lost: Sequence[tuple[object, str]] | None = None

@@ -102,9 +102,19 @@ def broken(session: nblaunch.Session) -> tuple[str, ...]:
     return result.warnings
 
 
-def test_a_ddp_model_goes_on_to_the_bit(session):
-    undisturbed = cell(session, "model, opt = made(); [step(model, opt) for _ in range(6)]").values[0]
-    cell(session, "model, opt = made(); losses = [step(model, opt) for _ in range(2)]")
+SPREAD = """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+def spread():
+    model, _ = made()
+    return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("make", ["made", "spread"])
+def test_a_ddp_model_goes_on_to_the_bit(session, make):
+    cell(session, SPREAD)
+    undisturbed = cell(session, f"model, opt = {make}(); [step(model, opt) for _ in range(6)]").values[0]
+    cell(session, f"model, opt = {make}(); losses = [step(model, opt) for _ in range(2)]")
     for done in (4, 6):
         assert broken(session) == (REFORMED,)
         result = cell(session, "losses += [step(model, opt) for _ in range(2)]; losses")
