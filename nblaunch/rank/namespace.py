@@ -420,7 +420,7 @@ class DeadVariables:
     def _remedy(self, path: str, thing: object) -> str | None:
         if isinstance(thing, DistributedDataParallel):
             wrapper = self._name_of(DistributedDataParallel, "DDP")
-            return f"{path} = {wrapper}({path}.module{self._options(thing)})"
+            return f"{path} = {wrapper}({path}.module{self._options(thing)}){self._hooks(path, thing)}"
         if isinstance(thing, torch.nn.Module):
             again = "FSDP: build it and its optimizer again, from a checkpoint"
             return again if _is_sharded(thing) else None
@@ -456,6 +456,16 @@ class DeadVariables:
             group = next((path for path, thing in self._things() if thing is model.process_group), "...")
             chosen.append(f", process_group={group}")
         return "".join(chosen)
+
+    def _hooks(self, path: str, model: DistributedDataParallel) -> str:
+        """Return what registers the communication hook again: without it gradients would be other ones."""
+        again = ""
+        for hook, state in getattr(model, "_comm_hooks", ()):
+            own = next((name for name, thing in self._things() if thing is state), "...")
+            known = "None" if state is None else own
+            name = self._name_of(hook, getattr(hook, "__name__", "..."))
+            again += f"; {path}.register_comm_hook({known}, {name})"
+        return again
 
     def _mesh(self, mesh: DeviceMesh) -> str:
         names = f", mesh_dim_names={mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
