@@ -235,6 +235,41 @@ def test_ranks_that_stop_between_an_optimizer_and_its_scheduler_say_so(session, 
     assert [each.partition(". ")[0] for each in result.warnings] == ([said] if told else [])
 
 
+CLOSED = """
+net = torch.nn.Linear(2, 1)
+def closed(kind, stop=None, **options):
+    opt, evaluations = kind(net.parameters(), lr=0.1, **options), 0
+    def closure():
+        nonlocal evaluations
+        opt.zero_grad()
+        loss = net(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        if rank and evaluations == stop: raise ValueError("within the closure")
+        for each in net.parameters(): dist.all_reduce(each.grad)
+        evaluations += 1
+        return loss
+    opt.step(closure)
+    if stop is None: raise ValueError("after the step")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("closed(torch.optim.LBFGS, 0)", False),
+        ("closed(torch.optim.SGD, 0)", False),
+        ("closed(torch.optim.LBFGS, 2, max_iter=5)", True),
+        ("closed(torch.optim.LBFGS, max_iter=2)", False),
+    ],
+    ids=["first", "of another optimizer", "later", "after"],
+)
+def test_a_closure_that_fails_before_anything_has_changed_is_no_step(session, source, told):
+    cell(session, CLOSED)
+    result = cell(session, source)
+    assert "closure" in result.root_cause.message or "after" in result.root_cause.message
+    assert any("within a step" in each for each in result.warnings) == told, result.warnings
+
+
 FITTING = """
 net = torch.nn.Linear(2, 1)
 def fitted(stop=None, after=None, steps=1):
