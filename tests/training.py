@@ -1,7 +1,7 @@
 """Cells that train DDP and FSDP2 models on a session's ranks, and fail within a step when they are told to.
 
 `STEPS` defines `made(kind)`, `step(model, opt, number)` and `held(model)`. With `failing` set to "forward",
-"between" or "backward", odd ranks do there what `fail()` does: it raises.
+"between" or "backward", odd ranks, or all of them with `alike`, do there what `fail()` does: it raises.
 """
 
 STEPS = """
@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 def fail(): raise ValueError("a mistake")
+def fails(where): return failing == where and (alike or rank % 2)
 
 class Fail(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()
     @staticmethod
     def backward(ctx, grad):
-        if failing == "backward" and rank % 2: fail()
+        if fails("backward"): fail()
         return grad
 
 class Layers(torch.nn.Module):
@@ -26,7 +27,7 @@ class Layers(torch.nn.Module):
         self.first, self.second, self.third = (torch.nn.Linear(8, 8) for _ in range(3))
     def forward(self, x):
         x = self.second(self.first(x).relu())
-        if failing == "forward" and rank % 2: fail()
+        if fails("forward"): fail()
         return self.third(Fail.apply(x))
 
 def made(kind, **options):
@@ -44,7 +45,7 @@ def step(model, opt, number):
     torch.manual_seed(100 * number + rank)
     opt.zero_grad()
     loss = model(torch.randn(16, 8).to(device)).square().mean()
-    if failing == "between" and rank % 2: fail()
+    if fails("between"): fail()
     loss.backward()
     # A program that runs ahead of its GPU queues the next step behind a collective that may be interrupted.
     if device.type == "cuda": torch.cuda.synchronize()
@@ -54,7 +55,7 @@ def held(model):
     local = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
     return [each.detach().clone() for each in local]
 
-failing = ""
+failing, alike = "", False
 """
 
 # DDP arranges other buckets for it than it begins with: layers are made and used in different orders.

@@ -44,6 +44,10 @@ APART = (
     "the ranks stopped within a step of {}: it is {}. Parameters may differ between ranks: "
     "load a checkpoint, or look with %distributed diff"
 )
+RATES_APART = (
+    "the ranks stopped between a step of {} and that of its scheduler: its learning rate is {}. Parameters "
+    "will differ between ranks: set it on all of them, or load a checkpoint"
+)
 
 
 Consequences = tuple[Send | RestartAsked | messages.Noticed | messages.Waiting, ...]
@@ -153,8 +157,9 @@ class Recovery(msgspec.Struct, frozen=True):
         shared_ends = between_ranks(answers) if reform else {}
         # A rank that forms its group with lost ranks would wait without end.
         freed = () if self.gone is None else free(answers, answers, self.gone)
+        forget = self.gone is None and not reform and not self.succeeded
         sends = (
-            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ())))
+            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ()), forget))
             for rank in sorted(self.members)
         )
         begun = replace(
@@ -205,6 +210,8 @@ class Recovery(msgspec.Struct, frozen=True):
 def apart(steps: Mapping[int, tuple[messages.StepsTaken, ...]]) -> Iterator[str]:
     """Say of which optimizers the ranks of a job that has failed have stopped one step apart.
 
+    A step of its scheduler counts, too: where that is one apart, the learning rate is another one.
+
     Ranks that sum gradients cannot be further apart. Others train each by itself.
 
     >>> done, before = (messages.StepsTaken(0, begun=n, ended=n, names=("opt",)) for n in (5, 4))
@@ -220,15 +227,28 @@ def apart(steps: Mapping[int, tuple[messages.StepsTaken, ...]]) -> Iterator[str]
         optimizers = taken.values()
         last = max(each.begun for each in optimizers)
         one_apart = len(steps) > 1 and last - min(each.ended for each in optimizers) == 1
+        names = ", ".join(next((each.names for each in optimizers if each.names), ("an optimizer",)))
         # All ranks are past one that is gone on all.
         if one_apart and not all(each.gone for each in optimizers):
             done = {
                 rank: "done" if each.ended == last else "done in part" if each.begun == last else "not done"
                 for rank, each in taken.items()
             }
-            names = next((each.names for each in optimizers if each.names), ("an optimizer",))
-            how = ", ".join(f"{word} on {format_ranks(on)}" for word, on in ranks_by_answer(done).items())
-            yield APART.format(", ".join(names), how)
+            yield APART.format(names, _on_ranks(done))
+        elif rates := _rates_apart(taken):
+            yield RATES_APART.format(names, _on_ranks(rates))
+
+
+def _rates_apart(taken: Mapping[int, messages.StepsTaken]) -> dict[int, str]:
+    """Return an optimizer's learning rates by rank where they were the same before, and are not now."""
+    alike = len({each.rates_before for each in taken.values()}) == 1
+    groups = list(zip(*(each.rates for each in taken.values()), strict=False)) if alike else []
+    differing = next((each for each in groups if len(set(each)) > 1), ())
+    return {rank: f"{rate:.6g}" for rank, rate in zip(taken, differing, strict=False)}
+
+
+def _on_ranks(by_rank: Mapping[int, str]) -> str:
+    return ", ".join(f"{word} on {format_ranks(on)}" for word, on in ranks_by_answer(by_rank).items())
 
 
 def _where(on: tuple[int, ...], members: int) -> str:

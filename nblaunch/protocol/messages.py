@@ -359,6 +359,10 @@ class StepsTaken(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
     gone: bool = False
     """Whether nothing refers to it any more."""
+    rates_before: tuple[float, ...] = ()
+    """Its learning rates before its first step of the job."""
+    rates: tuple[float, ...] = ()
+    """Those that it has now."""
 
 
 class Returned(_OfRank, frozen=True):
@@ -1024,6 +1028,7 @@ class ClockAnswered(msgspec.Struct, frozen=True, tag=True):
 class Recover(msgspec.Struct, frozen=True, tag=True):
     """Answer with `Recovered`; with `reform`, form the default process group again before.
 
+    Without, models `forget` a backward pass that the job has left unfinished on all of their ranks.
     `fds` are connections to other ranks that belong to the old groups. A use of one of these groups must fail
     at once, and not wait for peers.
     """
@@ -1031,6 +1036,7 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
     number: int
     reform: bool
     fds: tuple[int, ...] = ()
+    forget: bool = False
 
 
 class Preempt(msgspec.Struct, frozen=True, tag=True):

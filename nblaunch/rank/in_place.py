@@ -23,9 +23,11 @@ import json
 import os
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +38,11 @@ from torch.nn.parallel import DistributedDataParallel
 from nblaunch import _devices
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 _OPTION = "enable_reconfigure"
+# FSDP2's states within a backward pass, and where torch's code of one is.
+_BACKWARD = ("PRE_BACKWARD", "POST_BACKWARD")
+_AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 _BEGIN_DDP, _ASSIGN = "_ddp_init_helper", "_compute_bucket_assignment_by_size"
 # In a DDP model that has begun again, and in its pickle: the buckets with which it has.
 _BUCKETS = "_nblaunch_buckets"
@@ -45,6 +51,8 @@ _MAKES_GLOO, _MAKES_NCCL = "_create_gloo_process_group", "_create_nccl2_process_
 _NCCL_REVOKES = (2, 28)
 # Below which severity torch's C++ logs nothing.
 _LOGS, _LOG_LEVEL, _FATAL = "libc10.so", "FLAGS_caffe2_log_level", 3
+# Hooks of programs have the numbers that torch gives them.
+_FORGETS = -1
 # Above the numbers of all recoveries.
 _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
@@ -68,6 +76,8 @@ _ddp_models = weakref.WeakKeyDictionary[DistributedDataParallel, int]()
 """DDP models, and their numbers in the order in which they were made."""
 _made = 0
 """The number of the next one."""
+_replaced = weakref.WeakKeyDictionary[DistributedDataParallel, list[Any]]()
+"""The reducers that DDP models had before they began again: a step may still be theirs."""
 
 OwnGroups = Mapping[str, tuple[Sequence[int], Sequence[str]]]
 """What a rank tells the others of its groups, by name: their ranks, and the handles of its backends; empty if
@@ -379,8 +389,9 @@ def form_again(
         differ = _where_models_differ(tell("collected", _rebuilt()), told)
     lost: list[tuple[object, str]] = []
     for model in list(_ddp_models):
+        why = ""
         if _name_of(model.process_group) not in differ:
-            why = _forgotten(model, _forget_reduction)
+            forget_at_next_step(model)
         else:
             # Ranks rebuild buckets after their first backward. One that failed before that has others.
             of_default = model.process_group is dist.group.WORLD
@@ -430,6 +441,60 @@ def forget_steps(tell: Callable[[Any], Sequence[Any]], *, joins: bool) -> list[t
     roots = _fsdp_roots()
     told = tell(None if joins else [_is_within_step(root) for root in roots])
     return _forget_begun(roots, [each for each in told if each is not None])
+
+
+def forget_backwards(
+    tell: Callable[[Any], Sequence[Any]], error: BaseException | None
+) -> list[tuple[object, str]]:
+    """Have models forget a backward pass that has ended on all their ranks alike, in a job with this error.
+
+    All ranks call it. They have done the same collectives, so their groups go on. The models do not:
+    DDP refuses another step, and FSDP2 leaves out what it takes to be done. Returns the models that
+    cannot forget, and why. A forward without its backward is not forgotten: that may be in a later cell.
+    """
+    roots, models = _fsdp_roots(), sorted(_ddp_models, key=_ddp_models.__getitem__)
+    own = (
+        [_is_within_backward(each) for each in roots],
+        [_is_within_reduction(each, error) for each in models],
+    )
+    told = tell(own)
+    reducing = begun_on_some([each[1] for each in told], len(models))
+    for model in itertools.compress(models, reducing):
+        forget_at_next_step(model)
+    return _forget_begun(roots, [each[0] for each in told])
+
+
+def _is_within_backward(root: Any) -> bool:
+    states = set[str]()
+    for each in root._state_ctx.all_states:  # noqa: SLF001 - FSDP2's own
+        # torch 2.8, which cannot forget a step, has one of each.
+        groups = getattr(each, "_fsdp_param_groups", None)
+        groups = [each._fsdp_param_group] if groups is None else groups  # noqa: SLF001 - as above
+        states |= {part._training_state.name for part in (each, *groups) if part is not None}  # noqa: SLF001
+    queued: bool = root._state_ctx.post_backward_final_callback_queued  # noqa: SLF001 - as above
+    return queued or not states.isdisjoint(_BACKWARD)
+
+
+def _is_within_reduction(model: DistributedDataParallel, error: BaseException | None) -> bool:
+    """Return whether a DDP model has begun to sum gradients, and has not ended it."""
+    arranges_none = model.find_unused_parameters and not model.static_graph
+    if not (model._has_rebuilt_buckets or arranges_none):  # noqa: SLF001 - torch's own
+        return _was_in_backward(error)
+    try:
+        # With nothing to arrange it only looks whether the last step has ended.
+        model.reducer._rebuild_buckets()  # noqa: SLF001 - as above
+    except RuntimeError:
+        return True
+    return False
+
+
+def _was_in_backward(error: BaseException | None) -> bool:
+    while error is not None:
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+        if any(each.startswith(_AUTOGRAD) for each in files):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _forget_begun(roots: Sequence[Any], told: Sequence[Sequence[bool]]) -> list[tuple[object, str]]:
@@ -533,15 +598,51 @@ def begin_again(model: DistributedDataParallel, buckets: Buckets) -> bool:
         model.process_group = distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
         setattr(model, _BUCKETS, buckets)
         model.__setstate__(model.__getstate__())
-        before._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
     except Exception:  # noqa: BLE001 - of torch: the model is named as one that is gone
         return False
+    _replaced.setdefault(model, []).append(before)
+    forget_at_next_step(model)
     return True
 
 
-def _forget_reduction(model: DistributedDataParallel) -> None:
+def renew_optimizers(before: Any) -> bool:
+    """Give optimizers that share their states (ZeRO) the present default group for the one before.
+
+    Each rank would take its part of a step, and could not tell it to the others. Returns if there were any.
+    """
+    kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", ())
+    spread = [each for each in gc.get_objects() if issubclass(type(each), kind)] if kind else []
+    renewed = [each for each in spread if each.process_group is before]
+    for each in renewed:
+        each.process_group = distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
+    return bool(renewed)
+
+
+def forget_at_next_step(model: DistributedDataParallel) -> None:
+    """Have a DDP model forget a step that did not end, once it begins another one.
+
+    Not before: the forward and the backward of a step may be in two cells, with the mistake between them. A
+    reducer that has forgotten the forward leaves each rank with gradients of its own, and says nothing.
+    """
+    hooks: Any = model._forward_pre_hooks  # noqa: SLF001 - its key is the same on all ranks, and not the next one
+    hooks[_FORGETS] = _forget_reduction
+    hooks.move_to_end(_FORGETS, last=False)
+
+
+def _forget_reduction(model: DistributedDataParallel, *_: object) -> None:
+    if not torch.is_grad_enabled():
+        return
+    model._forward_pre_hooks.pop(_FORGETS, None)  # noqa: SLF001 - as above
+    for before in _replaced.pop(model, ()):
+        before._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
+    of_default = model.process_group is dist.group.WORLD
+    if model.static_graph and of_default and not model._has_rebuilt_buckets:  # noqa: SLF001 - as above
+        # What it has counted in its first step cannot be reset.
+        model.reducer._remove_autograd_hooks()  # noqa: SLF001 - as above
+        model.__setstate__(model.__getstate__())
+        return
     # What torch itself calls with a group that has become smaller.
-    model._update_process_group(model.process_group)  # noqa: SLF001
+    model._update_process_group(model.process_group)  # noqa: SLF001 - as above
 
 
 def _forget_step(root: Any) -> None:

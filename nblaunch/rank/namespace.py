@@ -299,6 +299,8 @@ class DeadVariables:
         self._dead: Found = []
         self._of_default = weakref.WeakSet[DistributedDataParallel]()
         """The models that had the default group of that time, those to which no variable leads among them."""
+        self._default: Callable[[], Any] = lambda: None
+        """That group, if it is still there."""
         self._refusing = weakref.WeakSet[torch.nn.Module]()
         """The models that raise when they are used."""
 
@@ -321,6 +323,7 @@ class DeadVariables:
                     seen.add(id(thing))
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
         default = process_group.groups().default
+        self._default = (lambda: None) if default is None else weakref.ref(default)
         models = (each for each in in_place.ddp_models() if each.process_group is default)
         self._of_default = weakref.WeakSet(each for each in models if not refuses(each))
         return found
@@ -340,7 +343,11 @@ class DeadVariables:
         for model in set(self._of_default).difference(ours.values()):
             # No variable that is looked at leads to these on some rank: on all they get new buckets.
             in_place.begin_again(model, ())
-        return [(dead, reference) for dead, reference in found if dead.name not in begun]
+        left = [(dead, reference) for dead, reference in found if dead.name not in begun]
+        if in_place.renew_optimizers(self._default()):
+            present = dict(self._things())
+            left = [(dead, thing) for dead, thing in left if present.get(dead.name) is thing()]
+        return left
 
     def bury(
         self, found: Found, *, lost: Sequence[tuple[object, str]] | None = None
@@ -418,7 +425,7 @@ class DeadVariables:
     def _remedy(self, path: str, thing: object) -> str | None:
         if isinstance(thing, DistributedDataParallel):
             wrapper = self._name_of(DistributedDataParallel, "DDP")
-            return f"{path} = {wrapper}({path}.module{self._options(thing)})"
+            return f"{path} = {wrapper}({path}.module{self._options(thing)}){self._hooks(path, thing)}"
         if isinstance(thing, torch.nn.Module):
             again = "FSDP: build it and its optimizer again, from a checkpoint"
             return again if _is_sharded(thing) else None
@@ -454,6 +461,16 @@ class DeadVariables:
             group = next((path for path, thing in self._things() if thing is model.process_group), "...")
             chosen.append(f", process_group={group}")
         return "".join(chosen)
+
+    def _hooks(self, path: str, model: DistributedDataParallel) -> str:
+        """Return what registers the communication hook again: without it gradients would be other ones."""
+        again = ""
+        for hook, state in getattr(model, "_comm_hooks", ()):
+            own = next((name for name, thing in self._things() if thing is state), "...")
+            known = "None" if state is None else own
+            name = self._name_of(hook, getattr(hook, "__name__", "..."))
+            again += f"; {path}.register_comm_hook({known}, {name})"
+        return again
 
     def _mesh(self, mesh: DeviceMesh) -> str:
         names = f", mesh_dim_names={mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""

@@ -11,6 +11,7 @@ was seen with torch 2.15 and NCCL 2.30 on an H200.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -37,8 +38,11 @@ class _Counts:
     number: int
     """In the order of the first ones, which is the same on all ranks."""
     optimizer: weakref.ref[Optimizer]
+    rates_before: tuple[float, ...]
     begun: int = 0
     ended: int = 0
+    untouched: bool = False
+    """Whether the one that has begun is still at what comes before any change: its first closure."""
 
 
 _MOST, _MOST_NAMED = 64, 4
@@ -67,7 +71,10 @@ def taken(things: Iterable[tuple[str, Any]] = ()) -> tuple[StepsTaken, ...]:
         # A look for names takes as long as a model has parameters.
         last = each.number > taken[-1].number - _MOST_NAMED
         known = names([optimizer], named) if last and optimizer is not None else ()
-        found.append(StepsTaken(each.number, each.begun, each.ended, known, gone=optimizer is None))
+        rates = () if optimizer is None else _rates_of(optimizer)
+        gone = optimizer is None
+        begun = each.ended if each.untouched else each.begun
+        found.append(StepsTaken(each.number, begun, each.ended, known, gone, each.rates_before, rates))
     return tuple(found)
 
 
@@ -75,16 +82,43 @@ def _steps_of(optimizer: Optimizer) -> _Counts:
     steps = _of_optimizer.get(optimizer)
     if steps is None:
         number = _taken[-1].number + 1 if _taken else 0
-        _of_optimizer[optimizer] = steps = _Counts(number, weakref.ref(optimizer))
+        rates = _rates_of(optimizer)
+        _of_optimizer[optimizer] = steps = _Counts(number, weakref.ref(optimizer), rates)
         _taken.append(steps)
     return steps
 
 
-def _note_begin(optimizer: Optimizer, *_: object) -> None:
-    if not torch.compiler.is_compiling():
-        steps = _steps_of(optimizer)
-        # One that raised is counted once.
-        steps.begun = steps.ended + 1
+def _rates_of(optimizer: Optimizer) -> tuple[float, ...]:
+    """Return the learning rates of its groups; a tensor would be waited for."""
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return tuple(float(each) for each in rates if isinstance(each, float | int))
+
+
+def _note_begin(
+    optimizer: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if torch.compiler.is_compiling():
+        return None
+    steps = _steps_of(optimizer)
+    # One that raised is counted once.
+    steps.begun = steps.ended + 1
+    closure: Any = keywords.get("closure", args[1] if len(args) > 1 else None)
+    # Others may change parameters before they call it.
+    steps.untouched = callable(closure) and type(optimizer).__module__.startswith("torch.optim.")
+    if not steps.untouched:
+        return None
+
+    @functools.wraps(closure)
+    def noted() -> Any:
+        loss = closure()
+        steps.untouched = False
+        return loss
+
+    return (
+        (args, keywords | {"closure": noted})
+        if "closure" in keywords
+        else ((args[0], noted, *args[2:]), keywords)
+    )
 
 
 def _note_end(optimizer: Optimizer, *_: object) -> None:
@@ -93,6 +127,7 @@ def _note_end(optimizer: Optimizer, *_: object) -> None:
         return
     steps = _steps_of(optimizer)
     steps.begun = steps.ended = max(steps.begun, 1)
+    steps.untouched = False
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         # A new one each time: an event stays on the device on which it was recorded first.
         _ends[optimizer] = end = torch.cuda.Event()

@@ -207,6 +207,69 @@ def test_ranks_that_stop_within_a_step_of_an_optimizer_say_so(session, source, d
         assert not [each for each in again.warnings if "within a step" in each], "of an earlier cell"
 
 
+SCHEDULED = """
+from torch.optim.lr_scheduler import ExponentialLR
+net = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(net.parameters(), lr=1.0)
+rate = ExponentialLR(opt, 0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("opt.step()\nif rank == 0: rate.step()\nreduced(); raise ValueError('a mistake')", True),
+        ("opt.step(); rate.step(); raise ValueError('a mistake')", False),
+        ("opt.param_groups[0]['lr'] = 1.0 + rank; opt.step(); raise ValueError('a mistake')", False),
+    ],
+    ids=["one rank", "all ranks", "rates of each rank"],
+)
+def test_ranks_that_stop_between_an_optimizer_and_its_scheduler_say_so(session, source, told):
+    """All have taken the step, and later ones would be of other sizes."""
+    cell(session, SCHEDULED)
+    result = cell(session, source)
+    said = (
+        "the ranks stopped between a step of net, opt and that of its scheduler: its learning rate is 0.5 on "
+    )
+    said += "rank 0, 1 on rank 1"
+    assert [each.partition(". ")[0] for each in result.warnings] == ([said] if told else [])
+
+
+CLOSED = """
+net = torch.nn.Linear(2, 1)
+def closed(kind, stop=None, **options):
+    opt, evaluations = kind(net.parameters(), lr=0.1, **options), 0
+    def closure():
+        nonlocal evaluations
+        opt.zero_grad()
+        loss = net(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        if rank and evaluations == stop: raise ValueError("within the closure")
+        for each in net.parameters(): dist.all_reduce(each.grad)
+        evaluations += 1
+        return loss
+    opt.step(closure)
+    if stop is None: raise ValueError("after the step")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("closed(torch.optim.LBFGS, 0)", False),
+        ("closed(torch.optim.SGD, 0)", False),
+        ("closed(torch.optim.LBFGS, 2, max_iter=5)", True),
+        ("closed(torch.optim.LBFGS, max_iter=2)", False),
+    ],
+    ids=["first", "of another optimizer", "later", "after"],
+)
+def test_a_closure_that_fails_before_anything_has_changed_is_no_step(session, source, told):
+    cell(session, CLOSED)
+    result = cell(session, source)
+    assert "closure" in result.root_cause.message or "after" in result.root_cause.message
+    assert any("within a step" in each for each in result.warnings) == told, result.warnings
+
+
 FITTING = """
 net = torch.nn.Linear(2, 1)
 def fitted(stop=None, after=None, steps=1):
@@ -263,6 +326,43 @@ def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, k
     assert broken.root_cause.message == "a mistake"
     assert broken.warnings == (REFORMED,)
     finished = cell(session, FINISHED)
+    assert finished.values == [True, True], finished.failures
+
+
+@pytest.mark.parametrize(
+    ("made", "failing"),
+    [
+        ("'ddp'", "backward"),
+        ("'ddp', find_unused_parameters=True", "between"),
+        ("'ddp', static_graph=True", "backward"),
+        pytest.param("'fsdp'", "backward", marks=since_2_13),
+    ],
+)
+def test_a_model_trains_on_as_if_a_mistake_of_all_ranks_within_a_step_had_not_been(session, made, failing):
+    """The ranks have called the same collectives. The groups are sound, unless one is still at work."""
+    cell(session, STEPS)
+    cell(session, BEGUN.format(made))
+    broken = cell(session, f"failing, alike = {failing!r}, True; step(model, opt, 3)")
+    assert [each.message for each in broken.failures] == ["a mistake"] * 2
+    assert set(broken.warnings) <= {REFORMED}
+    finished = cell(session, FINISHED)
+    assert finished.values == [True, True], finished.failures
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=since_2_13)])
+def test_after_a_mistake_a_step_that_has_begun_before_it_sums_gradients_or_fails(session, kind, alike):
+    """Its forward and its backward are in two cells. No rank goes on with gradients of its own."""
+    cell(session, STEPS)
+    cell(session, BEGUN.format(repr(kind)))
+    cell(session, "torch.manual_seed(300 + rank); opt.zero_grad()")
+    cell(session, "loss = model(torch.randn(16, 8)).square().mean()")
+    broken = cell(session, f"if {alike} or rank == 1: raise ValueError('a mistake')\nreduced()")
+    assert broken.warnings == (() if alike else (REFORMED,))
+    went_on = cell(session, "loss.backward(); opt.step()")
+    assert went_on.ok == (alike or kind == "fsdp" or in_place.torch_can())
+    later = FINISHED.replace("range(3, 6)", "range(4, 6)") if went_on.ok else FINISHED
+    finished = cell(session, later)
     assert finished.values == [True, True], finished.failures
 
 

@@ -102,9 +102,19 @@ def broken(session: nblaunch.Session) -> tuple[str, ...]:
     return result.warnings
 
 
-def test_a_ddp_model_goes_on_to_the_bit(session):
-    undisturbed = cell(session, "model, opt = made(); [step(model, opt) for _ in range(6)]").values[0]
-    cell(session, "model, opt = made(); losses = [step(model, opt) for _ in range(2)]")
+SPREAD = """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+def spread():
+    model, _ = made()
+    return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("make", ["made", "spread"])
+def test_a_ddp_model_goes_on_to_the_bit(session, make):
+    cell(session, SPREAD)
+    undisturbed = cell(session, f"model, opt = {make}(); [step(model, opt) for _ in range(6)]").values[0]
+    cell(session, f"model, opt = {make}(); losses = [step(model, opt) for _ in range(2)]")
     for done in (4, 6):
         assert broken(session) == (REFORMED,)
         result = cell(session, "losses += [step(model, opt) for _ in range(2)]; losses")
@@ -161,8 +171,9 @@ def test_a_ddp_model_can_be_revived_after_a_failure_within_a_step(session, where
     cell(session, "model, opt = layers(); model.register_comm_hook(None, mean); step(model, opt)")
     result = cell(session, f"failing = '{where}'; step(model, opt)")
     assert result.root_cause.message == f"in {where}"
-    assert result.warnings == (REFORMED, f"{DEAD}model (model = DDP(model.module))")
-    result = cell(session, "failing = ''; model = DDP(model.module); [step(model, opt) for _ in range(3)]")
+    remedy = "model = DDP(model.module); model.register_comm_hook(None, mean)"
+    assert result.warnings == (REFORMED, f"{DEAD}model ({remedy})")
+    result = cell(session, f"failing = ''; {remedy}; [step(model, opt) for _ in range(3)]")
     assert result.ok, result.failures
     assert result.values[0] == result.values[1]
 
@@ -183,7 +194,7 @@ def test_what_is_gone_within_other_objects_is_named_as_the_program_writes_it(ses
     assert reformed == REFORMED
     named = [
         "Config.group (Config.group = dist.new_group(ranks=[0, 1]))",
-        "net[0] (net[0] = DDP(net[0].module))",
+        "net[0] (net[0] = DDP(net[0].module); net[0].register_comm_hook(None, mean))",
         "job.model (job.model = DDP(job.model.module, static_graph=True, process_group=Config.group))",
         "models['b'] (models['b'] = DDP(models['b'].module, process_group=Config.group))",
     ]
