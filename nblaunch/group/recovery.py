@@ -157,9 +157,8 @@ class Recovery(msgspec.Struct, frozen=True):
         shared_ends = between_ranks(answers) if reform else {}
         # A rank that forms its group with lost ranks would wait without end.
         freed = () if self.gone is None else free(answers, answers, self.gone)
-        forget = self.gone is None and not reform and not self.succeeded
         sends = (
-            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ()), forget))
+            Send(rank, messages.Recover(number, reform, shared_ends.get(rank, ())))
             for rank in sorted(self.members)
         )
         begun = replace(

@@ -1028,7 +1028,6 @@ class ClockAnswered(msgspec.Struct, frozen=True, tag=True):
 class Recover(msgspec.Struct, frozen=True, tag=True):
     """Answer with `Recovered`; with `reform`, form the default process group again before.
 
-    Without, models `forget` a backward pass that the job has left unfinished on all of their ranks.
     `fds` are connections to other ranks that belong to the old groups. A use of one of these groups must fail
     at once, and not wait for peers.
     """
@@ -1036,7 +1035,6 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
     number: int
     reform: bool
     fds: tuple[int, ...] = ()
-    forget: bool = False
 
 
 class Preempt(msgspec.Struct, frozen=True, tag=True):

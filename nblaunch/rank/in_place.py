@@ -23,11 +23,9 @@ import json
 import os
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,9 +38,6 @@ from nblaunch import _devices
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 _OPTION = "enable_reconfigure"
-# FSDP2's states within a backward pass, and where torch's code of one is.
-_BACKWARD = ("PRE_BACKWARD", "POST_BACKWARD")
-_AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 _BEGIN_DDP, _ASSIGN = "_ddp_init_helper", "_compute_bucket_assignment_by_size"
 # In a DDP model that has begun again, and in its pickle: the buckets with which it has.
 _BUCKETS = "_nblaunch_buckets"
@@ -441,60 +436,6 @@ def forget_steps(tell: Callable[[Any], Sequence[Any]], *, joins: bool) -> list[t
     roots = _fsdp_roots()
     told = tell(None if joins else [_is_within_step(root) for root in roots])
     return _forget_begun(roots, [each for each in told if each is not None])
-
-
-def forget_backwards(
-    tell: Callable[[Any], Sequence[Any]], error: BaseException | None
-) -> list[tuple[object, str]]:
-    """Have models forget a backward pass that has ended on all their ranks alike, in a job with this error.
-
-    All ranks call it. They have done the same collectives, so their groups go on. The models do not:
-    DDP refuses another step, and FSDP2 leaves out what it takes to be done. Returns the models that
-    cannot forget, and why. A forward without its backward is not forgotten: that may be in a later cell.
-    """
-    roots, models = _fsdp_roots(), sorted(_ddp_models, key=_ddp_models.__getitem__)
-    own = (
-        [_is_within_backward(each) for each in roots],
-        [_is_within_reduction(each, error) for each in models],
-    )
-    told = tell(own)
-    reducing = begun_on_some([each[1] for each in told], len(models))
-    for model in itertools.compress(models, reducing):
-        forget_at_next_step(model)
-    return _forget_begun(roots, [each[0] for each in told])
-
-
-def _is_within_backward(root: Any) -> bool:
-    states = set[str]()
-    for each in root._state_ctx.all_states:  # noqa: SLF001 - FSDP2's own
-        # torch 2.8, which cannot forget a step, has one of each.
-        groups = getattr(each, "_fsdp_param_groups", None)
-        groups = [each._fsdp_param_group] if groups is None else groups  # noqa: SLF001 - as above
-        states |= {part._training_state.name for part in (each, *groups) if part is not None}  # noqa: SLF001
-    queued: bool = root._state_ctx.post_backward_final_callback_queued  # noqa: SLF001 - as above
-    return queued or not states.isdisjoint(_BACKWARD)
-
-
-def _is_within_reduction(model: DistributedDataParallel, error: BaseException | None) -> bool:
-    """Return whether a DDP model has begun to sum gradients, and has not ended it."""
-    arranges_none = model.find_unused_parameters and not model.static_graph
-    if not (model._has_rebuilt_buckets or arranges_none):  # noqa: SLF001 - torch's own
-        return _was_in_backward(error)
-    try:
-        # With nothing to arrange it only looks whether the last step has ended.
-        model.reducer._rebuild_buckets()  # noqa: SLF001 - as above
-    except RuntimeError:
-        return True
-    return False
-
-
-def _was_in_backward(error: BaseException | None) -> bool:
-    while error is not None:
-        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-        if any(each.startswith(_AUTOGRAD) for each in files):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _forget_begun(roots: Sequence[Any], told: Sequence[Sequence[bool]]) -> list[tuple[object, str]]:

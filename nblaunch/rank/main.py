@@ -69,7 +69,6 @@ from nblaunch.rank.sketches import Sketches
 
 _ERROR_CHARACTERS = 2000
 _NOT_RENEWED = "models and meshes cannot go on with the new process group: "
-_NOT_FORGOTTEN = "models may be in the middle of a backward pass: "
 # How long a failed job waits for numbers that a GPU still computes: its stream may be stuck.
 _SETTLE_SECONDS = 1.0
 # Most ends are over by then: shown at once, they would only flicker.
@@ -687,28 +686,12 @@ class Rank:
                     self._enter(messages.Phase.READY)
             else:
                 process_group.check_context(self.device)
-                forgotten = self._forget(order.number) if order.forget else ()
-                dead = self.dead_variables.stumbled_over(self.raised)
-                answer = recovered(dead=forgotten or dead, in_place=bool(forgotten))
+                answer = recovered(dead=self.dead_variables.stumbled_over(self.raised))
         except process_group.UnusableError as caught:
             answer = recovered(unusable=str(caught)[:_ERROR_CHARACTERS])
         except Exception as caught:  # noqa: BLE001 - whatever torch raises: the hub then restarts the group
             answer = recovered(error=f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS])
         self.link.send(answer)
-
-    def _forget(self, number: int) -> tuple[messages.DeadVariable, ...]:
-        """Have models forget a backward pass that has ended alike on all ranks; return what cannot go on."""
-        from nblaunch.rank import saving  # only after a mistake
-
-        meeting = saving.Meeting(f"forget {number}", _AGREE_SECONDS)
-        try:
-            with meeting.together():
-                lost = in_place.forget_backwards(meeting.tell, self.raised)
-        except Exception as error:  # noqa: BLE001 - as below
-            if not isinstance(error, NblaunchError):  # as below
-                self._notify(f"{_NOT_FORGOTTEN}{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
-            return ()
-        return self.dead_variables.bury(self.dead_variables.find(), lost=lost) if lost else ()
 
     def _renew(self, found: Found, number: int) -> Found:
         """Have meshes and models go on with the new groups, on all ranks or on none; return what does not."""

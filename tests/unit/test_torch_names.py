@@ -256,7 +256,7 @@ OTHERS = [
     (type(distributed_c10d._world), "group_count pg_group_ranks pg_names"),
     (C10D, "_dump_fr_trace_json"),
     (C10D.Backend, "_get_sequence_number_for_group"),
-    (C10D.Reducer, "_remove_autograd_hooks _get_zeros_like_grad_buckets _rebuild_buckets"),
+    (C10D.Reducer, "_remove_autograd_hooks _get_zeros_like_grad_buckets"),
     (_composable_state, "_module_state_mapping"),
     (
         torch.nn.parallel.DistributedDataParallel,
