@@ -209,18 +209,18 @@ def test_ranks_that_stop_within_a_step_of_an_optimizer_say_so(session, source, d
 
 SCHEDULED = """
 from torch.optim.lr_scheduler import ExponentialLR
-net = torch.nn.Linear(2, 1)
-opt = torch.optim.SGD(net.parameters(), lr=1.0)
-rate = ExponentialLR(opt, 0.5)
+student = torch.nn.Linear(2, 1)
+sgd = torch.optim.SGD(student.parameters(), lr=1.0)
+rate = ExponentialLR(sgd, 0.5)
 """
 
 
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("opt.step()\nif rank == 0: rate.step()\nreduced(); raise ValueError('a mistake')", True),
-        ("opt.step(); rate.step(); raise ValueError('a mistake')", False),
-        ("opt.param_groups[0]['lr'] = 1.0 + rank; opt.step(); raise ValueError('a mistake')", False),
+        ("sgd.step()\nif rank == 0: rate.step()\nreduced(); raise ValueError('a mistake')", True),
+        ("sgd.step(); rate.step(); raise ValueError('a mistake')", False),
+        ("sgd.param_groups[0]['lr'] = 1.0 + rank; sgd.step(); raise ValueError('a mistake')", False),
     ],
     ids=["one rank", "all ranks", "rates of each rank"],
 )
@@ -229,7 +229,7 @@ def test_ranks_that_stop_between_an_optimizer_and_its_scheduler_say_so(session, 
     cell(session, SCHEDULED)
     result = cell(session, source)
     said = (
-        "the ranks stopped between a step of net, opt and that of its scheduler: its learning rate is 0.5 on "
+        "the ranks stopped between a step of student, sgd and that of its scheduler: its learning rate is 0.5 on "
     )
     said += "rank 0, 1 on rank 1"
     assert [each.partition(". ")[0] for each in result.warnings] == ([said] if told else [])
