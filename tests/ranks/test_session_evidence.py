@@ -229,7 +229,7 @@ def test_ranks_that_stop_between_an_optimizer_and_its_scheduler_say_so(session, 
     cell(session, SCHEDULED)
     result = cell(session, source)
     said = "the ranks stopped between a step of student, sgd and that of its scheduler: its learning rate is 0.5 on "
-    said += "rank 0, 1 on rank 1"
+    said += "on rank 0, 1 on rank 1"
     assert [each.partition(". ")[0] for each in result.warnings] == ([said] if told else [])
 
 
