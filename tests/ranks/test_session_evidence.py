@@ -228,9 +228,9 @@ def test_ranks_that_stop_between_an_optimizer_and_its_scheduler_say_so(session, 
     """All have taken the step, and later ones would be of other sizes."""
     cell(session, SCHEDULED)
     result = cell(session, source)
-    said = "the ranks stopped between a step of student, sgd and that of its scheduler: its learning rate is 0.5 on "
-    said += "on rank 0, 1 on rank 1"
-    assert [each.partition(". ")[0] for each in result.warnings] == ([said] if told else [])
+    said = "the ranks stopped between a step of student, sgd and that of its scheduler: its learning rate is "
+    rates = "0.5 on rank 0, 1 on rank 1"
+    assert [each.partition(". ")[0] for each in result.warnings] == ([said + rates] if told else [])
 
 
 CLOSED = """
