@@ -80,8 +80,8 @@ def known_to_all(
     >>> names = {each: Names(rank=each, names=("x", "y"), sketches=(4, 6 + 2 * each)) for each in range(2)}
     >>> known_to_all(names, {})
     LastKnown(equal=(), alike=('x',), others=('y',), lacked=(), changed=(), joins=True)
-    >>> names = {each: Names(each, ("x",), sketches=(5,), digests=(8 + 2 * each,)) for each in range(2)}
-    >>> known_to_all(names, {}).alike, known_to_all(names, {}, {"x"}).alike
+    >>> of = {each: Names(rank=each, names=("x",), sketches=(5,), digests=(8 + 2 * each,)) for each in (0, 1)}
+    >>> known_to_all(of, {}).alike, known_to_all(of, {}, {"x"}).alike
     ((), ('x',))
     """
     of = [_numbers(known) for known in names.values()]
