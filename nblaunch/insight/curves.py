@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from nblaunch.protocol.messages import Logged
 from nblaunch.protocol.metrics import MetricLog, points_of
-from nblaunch.protocol.reports import format_ranks, plural
+from nblaunch.protocol.reports import format_ranks, plural, ranks_do
 
 MOST_CURVES = 24
 """So many names are drawn; the table has all."""
@@ -142,6 +142,11 @@ class Curve:
     def first_step(self) -> int:
         """The first step, to the width of a cell."""
         return min(self.sums, default=0) * self.width
+
+    def behind(self) -> list[int]:
+        """Return the ranks whose last value is far older than those of others: they log no more, or hang."""
+        ends = {rank: max(self.lines[rank]) for rank in sorted(self.lasts)}
+        return [rank for rank, end in ends.items() if end < max(ends.values()) - _RECENT_CELLS]
 
     def apart(self) -> dict[int, float]:
         """Return the ranks that are apart from the others, each with its last value."""
@@ -285,6 +290,8 @@ def in_words(curve: Curve) -> str:
     )
     if len(ranks) > 1 and finite and min(finite) < max(finite):
         about.append(f"{number(min(finite))} .. {number(max(finite))}")
+    behind = curve.behind()
+    about += [f"{ranks_do(behind, {}, 'is', 'are')} steps behind"] if behind else []
     apart = curve.apart()
     about += [f"rank {rank} apart: {number(value)}" for rank, value in list(apart.items())[:_NAMED]]
     if len(apart) > _NAMED:

@@ -89,6 +89,14 @@ def test_an_attempt_that_logs_nothing_costs_no_values_of_the_next_one():
     assert curve_lines(Curves.of(state.metrics)) == ["loss  3.5 -> 1 (mean of 2 ranks)"]
 
 
+def test_a_rank_that_logs_no_more_is_named_beside_the_mean():
+    early = batch(2, *(("loss", step, 9.0) for step in range(4)))
+    late = [batch(rank, *(("loss", step, 9.0 - step) for step in range(10))) for rank in range(2)]
+    assert curve_lines(Curves.of(folded(early, *late).metrics)) == [
+        "loss  9 -> 3 (mean of 3 ranks; 0 .. 9; rank 2 is steps behind)"
+    ]
+
+
 def test_all_ranks_that_are_not_finite_first_are_named_whoever_was_heard_first():
     batches = [
         batch(rank, ("loss", 0, 1.0), ("loss", 1, value)) for rank, value in enumerate((2.0, NAN, NAN))
