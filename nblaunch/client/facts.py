@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from nblaunch.insight.run_report import OUTPUT_LINES, Redactor, Report, Tails, m
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import JobEnd
 from nblaunch.protocol.messages import FrameRecord, MemoryUse, Phase, Stream
+from nblaunch.protocol.metrics import in_json
 from nblaunch.protocol.reports import HangReport, format_ranks, nearest_frame, ranks_by_answer
 from nblaunch.protocol.state import RankState
 from nblaunch.protocol.transcript import Text
@@ -265,9 +267,12 @@ def _seen(result: RunResult) -> dict[str, Any]:
 
 def _values(by_rank: Mapping[int, float]) -> Any:
     if len(by_rank) <= _FEW:
-        return {format_ranks([rank]): value for rank, value in sorted(by_rank.items())}
-    least, most = _extremes(by_rank)
-    return f"{by_rank[least]} (rank {least}) to {by_rank[most]} (rank {most})"
+        return {format_ranks([rank]): in_json(value) for rank, value in sorted(by_rank.items())}
+    finite = {rank: value for rank, value in by_rank.items() if math.isfinite(value)} or by_rank
+    least, most = _extremes(finite)
+    others = by_rank.keys() - finite.keys()
+    more = f"; not finite on {format_ranks(others)}" if others else ""
+    return f"{by_rank[least]} (rank {least}) to {by_rank[most]} (rank {most}){more}"
 
 
 def _extremes(by_rank: Mapping[int, float]) -> tuple[int, int]:

@@ -36,6 +36,9 @@ _PEER_GONE = re.compile(
 )
 _NCCL_WAITED = re.compile(r"timed out after|remote process exited|remote error|network error", re.IGNORECASE)
 _CHAINED = re.compile(r"^[\w.]*(Dist\w*Error|RuntimeError): (?P<text>.*)$", re.MULTILINE)
+# The errors of an exception group, each with the bar of its level before it.
+_GROUPED = re.compile(r"^ *\| (?P<type>[A-Za-z_][\w.]*): (?P<text>.*)$", re.MULTILINE)
+_GROUPS = ("ExceptionGroup", "BaseExceptionGroup")
 _DEAD = "ProcessExited"
 NODE_LOST = "was lost with its node"
 """Begins the explanation of a rank whose node has gone."""
@@ -223,6 +226,9 @@ def blames_a_peer(failure: FailureRecord) -> bool:
         return _NCCL_WAITED.search(failure.message) is not None
     if kind in _COLLECTIVE_ERRORS and _PEER_GONE.search(failure.message) is not None:
         return True
+    if kind in _GROUPS:
+        found = [each for each in _GROUPED.finditer(failure.traceback) if each["type"] not in _GROUPS]
+        return bool(found) and all(_PEER_GONE.search(each["text"]) for each in found)
     # `raise StepFailed from error`: the traceback has the original error.
     return any(_PEER_GONE.search(found["text"]) for found in _CHAINED.finditer(failure.traceback))
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from nblaunch.protocol.messages import Logged
 from nblaunch.protocol.metrics import MetricLog, points_of
-from nblaunch.protocol.reports import plural
+from nblaunch.protocol.reports import format_ranks, plural, ranks_do
 
 MOST_CURVES = 24
 """So many names are drawn; the table has all."""
@@ -48,12 +48,11 @@ class Bucket(NamedTuple):
     greatest: float
 
 
-class NonFinitePoint(NamedTuple):
-    """The first value of a curve that was NaN or infinite."""
+class NonFiniteStep(NamedTuple):
+    """The first step of a curve with values that were NaN or infinite, and each rank's first one there."""
 
     step: int
-    rank: int
-    value: float
+    values: dict[int, float]
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class Curve:
     """By rank and cell: the rank's last value there."""
     firsts: dict[int, float] = field(default_factory=dict)
     lasts: dict[int, float] = field(default_factory=dict)
-    not_finite: NonFinitePoint | None = None
+    not_finite: NonFiniteStep | None = None
     begins_again: bool = False
 
     def add(self, rank: int, step: int, value: float) -> None:
@@ -89,7 +88,9 @@ class Curve:
             sums[2] = min(sums[2], value)
             sums[3] = max(sums[3], value)
         elif self.not_finite is None or step < self.not_finite.step:
-            self.not_finite = NonFinitePoint(step, rank, value)
+            self.not_finite = NonFiniteStep(step, {rank: value})
+        elif step == self.not_finite.step:
+            self.not_finite.values.setdefault(rank, value)
 
     def _cut(self, step: int) -> None:
         """Forget what is from this step on: another attempt of the run begins there."""
@@ -101,6 +102,7 @@ class Curve:
             for rank, line in self.lines.items()
         }
         self.lines = {rank: line for rank, line in lines.items() if line}
+        self.firsts = {rank: value for rank, value in self.firsts.items() if rank in self.lines}
         self.lasts = {}
         if self.not_finite is not None and self.not_finite.step >= step:
             self.not_finite = None
@@ -140,6 +142,11 @@ class Curve:
     def first_step(self) -> int:
         """The first step, to the width of a cell."""
         return min(self.sums, default=0) * self.width
+
+    def behind(self) -> list[int]:
+        """Return the ranks whose last value is far older than those of others: they log no more, or hang."""
+        ends = {rank: max(self.lines[rank]) for rank in sorted(self.lasts)}
+        return [rank for rank, end in ends.items() if end < max(ends.values()) - _RECENT_CELLS]
 
     def apart(self) -> dict[int, float]:
         """Return the ranks that are apart from the others, each with its last value."""
@@ -190,7 +197,7 @@ class Curves:
             return False
         number, attempts = self._batches, [each for each in log.attempts if each >= self._batches]
         for batch in log.since(self._batches):
-            if attempts and attempts[0] <= number:
+            while attempts and attempts[0] <= number:  # several at once if one has logged nothing
                 attempts.pop(0)
                 for curve in self.curves.values():
                     curve.begins_again = True
@@ -276,10 +283,15 @@ def in_words(curve: Curve) -> str:
     """Return where a curve began and ended: `2.31 -> 0.42 (mean of 8 ranks; 0.40 .. 0.45)`."""
     first, last = _mean(curve.firsts.values()), curve.last_mean
     ranks = sorted(curve.lasts)
-    about = [f"mean of {len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"] if ranks else []
     finite = [value for value in curve.lasts.values() if math.isfinite(value)]
+    counted = f"{len(finite)} of " if 0 < len(finite) < len(ranks) else ""
+    about = (
+        [f"mean of {counted}{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"] if ranks else []
+    )
     if len(ranks) > 1 and finite and min(finite) < max(finite):
         about.append(f"{number(min(finite))} .. {number(max(finite))}")
+    behind = curve.behind()
+    about += [f"{ranks_do(behind, {}, 'is', 'are')} steps behind"] if behind else []
     apart = curve.apart()
     about += [f"rank {rank} apart: {number(value)}" for rank, value in list(apart.items())[:_NAMED]]
     if len(apart) > _NAMED:
@@ -294,8 +306,18 @@ _NAMED = 4
 _LASTS = 16
 
 
-def not_finite_words(found: NonFinitePoint) -> str:
-    return f"{found.value} on rank {found.rank} at step {found.step}"
+def not_finite_words(found: NonFiniteStep) -> str:
+    """Return which ranks had what: `nan on ranks 0-3 at step 17`.
+
+    >>> not_finite_words(NonFiniteStep(17, {2: math.nan, 0: math.inf, 1: math.nan}))
+    'inf on rank 0, nan on ranks 1-2 at step 17'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in sorted(found.values.items()):
+        ranks.setdefault(str(value), []).append(rank)
+    return (
+        f"{', '.join(f'{value} on {format_ranks(who)}' for value, who in ranks.items())} at step {found.step}"
+    )
 
 
 def number(value: float) -> str:

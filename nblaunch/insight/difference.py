@@ -26,8 +26,8 @@ class Compared:
 
     `name` is what was asked for. `path` is the first part that differs, `""` if all ranks are equal:
     `model.layers.3.weight[17, 4]`. `what` says in words how ranks differ there. `groups` are the ranks that
-    agree with one another at this path, those of the lowest rank first, and `shown` is for each group what
-    it has there.
+    agree with one another at this path, of a tensor or an array in all of its elements; that of the lowest
+    rank is first. `shown` is for each group what it has there.
 
     Of a tensor or an array: `elements` is how many it has, `differing` how many of these differ, and
     `largest` the largest absolute difference between any two ranks, at `largest_at`. With `exact` false only

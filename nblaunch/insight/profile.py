@@ -108,7 +108,8 @@ class Straggler:
     """The `rank` for which the others waited longest in a `step`, and in which `operation` they did.
 
     `seconds` is by how much it came later than the others, their median, in all collectives of the step.
-    `before` says what it did meanwhile.
+    In the first step it is by how much longer it took than they, from its own beginning: ranks start their
+    profilers apart. `before` says what it did meanwhile.
     """
 
     step: int
@@ -207,12 +208,23 @@ class Profile:
 
     @property
     def slowest_step(self) -> tuple[int, float, int | None] | None:
-        """The step that took a rank longest: its number, seconds, and its straggler, if it has one."""
+        """The step that took a rank longest: its number, seconds, and its straggler, if it has one.
+
+        The first step counts from when all ranks had begun it: they start their profilers apart.
+        """
         if not self.summary:
             return None
-        row = max(self.summary, key=lambda each: each.seconds)
-        straggler = self.straggler.get(row.step)
-        return row.step, row.seconds, None if straggler is None else straggler.rank
+        starts = {rank: own[0] for rank, own in self._steps.items() if own}
+        begun: dict[int, int] = {}
+        for step, begin, _ in starts.values():
+            begun[step] = max(begin, begun.get(step, begin))
+        apart = {(step, rank): (begun[step] - begin) * _NANO for rank, (step, begin, _) in starts.items()}
+        seconds = {
+            (row.step, row.rank): row.seconds - apart.get((row.step, row.rank), 0.0) for row in self.summary
+        }
+        slowest = max(seconds, key=lambda each: seconds[each])
+        straggler = self.straggler.get(slowest[0])
+        return slowest[0], seconds[slowest], None if straggler is None else straggler.rank
 
     @property
     def warnings(self) -> tuple[str, ...]:

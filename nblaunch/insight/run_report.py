@@ -53,7 +53,8 @@ class Report:
     * `hang`: `findings`, `places` (`ranks`, `doing`, `frames`), `finished`
     * `attempts`, `warnings`, `options` (`line` as a magic takes it), `versions`, `hosts`
     * `memory`: bytes, of each of few ranks, else of those with the least and the most
-    * `metrics`: last values; `slowest_step`: `step`, `seconds`, `rank`
+    * `metrics`: last values, texts (`NaN`, `Infinity`) where they are not finite
+    * `slowest_step`: `step`, `seconds`, `rank`
     * `output`: the last lines of the ranks, equal ones of several ranks once; `left_out`: what was cut
 
     >>> print(result.report())                                             # doctest: +SKIP

@@ -6,6 +6,7 @@ unpacked before it is read.
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
@@ -90,6 +91,13 @@ def _count(batch: Logged) -> int:
         return 0
     named = max(_column("H", batch.which)) < len(batch.names)
     return count if named and max(map(len, batch.names)) <= NAME_CHARACTERS else 0
+
+
+def in_json(value: float) -> float | str:
+    """Return a number as JSON may have it: NaN and infinities are texts, which Python's `float` reads."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def packed(kind: str, column: Iterable[float]) -> bytes:

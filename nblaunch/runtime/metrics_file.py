@@ -10,14 +10,13 @@ job. A thread of its own writes each batch as it comes, since a disk may be slow
 from __future__ import annotations
 
 import json
-import math
 import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from nblaunch.protocol.messages import Logged
-from nblaunch.protocol.metrics import points_of
+from nblaunch.protocol.metrics import in_json, points_of
 from nblaunch.protocol.state import Message
 
 
@@ -75,6 +74,5 @@ def _lines(batch: Logged) -> str:
 
 
 def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(value)
-    return '"NaN"' if math.isnan(value) else '"Infinity"' if value > 0 else '"-Infinity"'
+    known = in_json(value)
+    return f'"{known}"' if isinstance(known, str) else repr(known)

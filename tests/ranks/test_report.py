@@ -258,3 +258,20 @@ def test_a_report_is_made_without_torch_in_the_kernel(script):
         """
     )
     assert done.stdout.split() == ["succeeded", "True", "False"], done.stderr
+
+
+def log_what_is_not_finite():
+    rank = int(os.environ["RANK"])
+    nblaunch.log(loss=float("nan") if rank else 0.5, norm=float("-inf") if rank else 2.0)
+
+
+def test_numbers_that_are_not_finite_are_texts_as_json_has_none():
+    report = nblaunch.run(log_what_is_not_finite, nproc=2).report()
+
+    def no_json(word):
+        raise AssertionError(word)
+
+    metrics = json.loads(report.to_json(), parse_constant=no_json)["metrics"]
+    assert metrics == report.to_dict()["metrics"]
+    assert metrics["loss"] == {"rank 0": 0.5, "rank 1": "NaN"}
+    assert metrics["norm"] == {"rank 0": 2.0, "rank 1": "-Infinity"}

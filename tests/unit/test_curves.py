@@ -21,6 +21,7 @@ from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo")
+NAN = math.nan
 
 
 def run_of(ranks, steps, value, *, name="loss", seed=0):
@@ -79,6 +80,29 @@ def test_a_run_that_starts_again_replaces_what_it_does_again():
         (7, 1.0),
     ]
     assert curve.lasts == {0: 1.0, 1: 1.0}
+
+
+def test_an_attempt_that_logs_nothing_costs_no_values_of_the_next_one():
+    attempts = [AttemptStarted(number=number, world_size=2, time=1.0, reason="failure") for number in (1, 2)]
+    last = [batch(rank, ("loss", 0, 3.0 + rank), ("loss", 1, 1.0)) for rank in range(2)]
+    state = folded(batch(0, ("loss", 0, 9.0)), *attempts, *last, world=2)
+    assert curve_lines(Curves.of(state.metrics)) == ["loss  3.5 -> 1 (mean of 2 ranks)"]
+
+
+def test_a_rank_that_logs_no_more_is_named_beside_the_mean():
+    early = batch(2, *(("loss", step, 9.0) for step in range(4)))
+    late = [batch(rank, *(("loss", step, 9.0 - step) for step in range(10))) for rank in range(2)]
+    assert curve_lines(Curves.of(folded(early, *late).metrics)) == [
+        "loss  9 -> 3 (mean of 3 ranks; 0 .. 9; rank 2 is steps behind)"
+    ]
+
+
+def test_all_ranks_that_are_not_finite_first_are_named_whoever_was_heard_first():
+    batches = [
+        batch(rank, ("loss", 0, 1.0), ("loss", 1, value)) for rank, value in enumerate((2.0, NAN, NAN))
+    ]
+    said = ["loss  1 -> 2 (mean of 1 of 3 ranks; nan on ranks 1-2 at step 1)"]
+    assert [curve_lines(Curves.of(folded(*each).metrics)) for each in (batches, batches[::-1])] == [said] * 2
 
 
 @pytest.mark.parametrize(

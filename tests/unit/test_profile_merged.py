@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import zlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -122,6 +123,23 @@ def test_the_straggler_is_named_with_how_much_where_and_what_it_did(marks):
     last = profile.straggler[4]
     assert last.seconds == pytest.approx(0.005)
     assert (last.operation, last.before) == ("all_reduce 5", "5 ms outside of operators")
+
+
+def test_the_first_step_is_not_the_slowest_because_ranks_began_apart():
+    calls = [CollectiveCall("default_pg", 1, "all_reduce", 8, 90 * MS, 90 * MS, 91 * MS)]
+    calls += [
+        CollectiveCall("default_pg", 2, "all_reduce", 8, at * MS, at * MS, 112 * MS) for at in (95, 111)
+    ]
+    found = {
+        rank: RankProfile(
+            rank=rank,
+            steps=((0, begin * MS, 91 * MS), (1, 91 * MS, 112 * MS)),
+            calls=(calls[0], calls[1 + rank]),
+        )
+        for rank, begin in enumerate((0, 88))
+    }
+    slowest: Any = Profile(found, {}).slowest_step
+    assert slowest == (1, pytest.approx(0.021), 1)
 
 
 def test_a_row_says_how_long_a_rank_computed_communicated_waited_and_for_whom():

@@ -628,6 +628,20 @@ def test_where_all_blame_a_peer_the_first_in_time_is_the_cause(failures):
     assert {each.consequence_of for each in explained[1:]} <= {explained[0].rank}
 
 
+def test_a_group_of_exceptions_is_a_consequence_if_each_of_them_blames_a_peer():
+    def grouped(*errors):
+        """Return what `traceback` writes for the group of a `TaskGroup`."""
+        parts = "".join(f"  +-+---- {number} ----\n    | {each}\n" for number, each in enumerate(errors, 1))
+        text = f"  | ExceptionGroup: unhandled errors in a TaskGroup\n{parts}    +-----\n"
+        return wire.FailureRecord(type="builtins.ExceptionGroup", message="", traceback=text)
+
+    closed = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:26003. Check the logs."
+    assert blames_a_peer(grouped(closed))
+    assert blames_a_peer(grouped(closed, closed))
+    assert not blames_a_peer(grouped(closed, "ValueError: boom"))
+    assert not blames_a_peer(grouped())
+
+
 def test_a_rank_that_the_agent_stopped_is_a_consequence():
     stopped = wire.FailureRecord(
         type="ProcessExited", message="was killed by SIGTERM", exitcode=-15, time=1.0
