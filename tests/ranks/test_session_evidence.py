@@ -364,6 +364,7 @@ def test_after_a_mistake_a_step_that_has_begun_before_it_sums_gradients_or_fails
     assert finished.values == [True, True], finished.failures
 
 
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="the kernel leaves a directory of torch")
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=since_2_13)])
 def test_a_model_trains_on_as_if_an_interrupt_within_a_collective_had_not_been(
     kernel, tmp_path, eventually, kind
