@@ -48,6 +48,7 @@ _NCCL_REVOKES = (2, 28)
 _LOGS, _LOG_LEVEL, _FATAL = "libc10.so", "FLAGS_caffe2_log_level", 3
 # Hooks of programs have the numbers that torch gives them.
 _FORGETS = -1
+_LOOK_SECONDS = 1.0
 # Above the numbers of all recoveries.
 _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
@@ -73,6 +74,9 @@ _made = 0
 """The number of the next one."""
 _replaced = weakref.WeakKeyDictionary[DistributedDataParallel, list[Any]]()
 """The reducers that DDP models had before they began again: a step may still be theirs."""
+
+left_in_backward = False
+"""Whether the last job has left a model within its backward pass; see `note_backward`."""
 
 OwnGroups = Mapping[str, tuple[Sequence[int], Sequence[str]]]
 """What a rank tells the others of its groups, by name: their ranks, and the handles of its backends; empty if
@@ -598,7 +602,21 @@ def _forget_step(root: Any) -> None:
                 param.unsharded_accumulated_grad = None
 
 
-def stopped_in_backward() -> bool:
+def note_backward() -> None:
+    """Note, once a job has failed, whether it has left a model within its backward pass.
+
+    The main thread calls this. DDP looks with a lock, which a backward pass on a thread of the program may
+    hold while it waits for other ranks.
+    """
+    global left_in_backward
+    found: list[bool] = []
+    looks = threading.Thread(target=lambda: found.append(_is_left_in_backward()), daemon=True)
+    looks.start()
+    looks.join(_LOOK_SECONDS)
+    left_in_backward = not found or found[0]
+
+
+def _is_left_in_backward() -> bool:
     """Return whether a model is within a backward pass that has ended early: its next step would be wrong.
 
     FSDP2 would add the gradients that were not reduced to those of the next step. DDP would refuse it.

@@ -277,6 +277,8 @@ class Rank:
                     self.link.end_job()
                 self.link.end_job()
                 failure.clear_own_frames(error)
+                if self.orders.keep:
+                    in_place.note_backward()
                 self._save(in_job=True)
                 self.link.metrics.settle(_SETTLE_SECONDS)
                 self._unusable = process_group.broken() if self.orders.keep else ""

@@ -63,7 +63,7 @@ class RankInspector:
             done=status.done,
             importing=self.importing(),
             broken=process_group.broken() if idle else "",
-            in_backward=idle and in_place.stopped_in_backward(),
+            in_backward=idle and in_place.left_in_backward,
             tallies=tuple(
                 groups.tally(group, backend, *known.count(backend, group, number))
                 for (group, backend), number in counts.items()

@@ -347,6 +347,34 @@ def test_a_model_trains_on_as_if_a_mistake_of_all_ranks_within_a_step_had_not_be
     assert finished.values == [True, True], finished.failures
 
 
+def test_a_mistake_ends_the_cell_though_a_thread_is_within_a_backward(session, tmp_path):
+    """It waits for the other rank, with the lock of the model."""
+    waits = tmp_path / "waits"
+    cell(session, STEPS)
+    cell(session, BEGUN.format(repr("ddp")))
+    broken = cell(
+        session,
+        f"""
+        import pathlib, sys, threading, time
+        waits = pathlib.Path({str(waits)!r})
+        if rank == 0:
+            threading.excepthook = lambda _: None
+            apart = threading.Thread(target=step, args=(model, opt, 3))
+            apart.start()
+            while not waits.exists():
+                frame = sys._current_frames()[apart.ident]
+                if frame.f_code.co_name == "_engine_run_backward":
+                    waits.touch()
+        while not waits.exists():
+            time.sleep(0.01)
+        raise ValueError("a mistake")
+        """,
+    )
+    assert [each.message for each in broken.failures] == ["a mistake"] * 2
+    finished = cell(session, FINISHED)
+    assert finished.values == [True, True], finished.failures
+
+
 @pytest.mark.parametrize("alike", [False, True], ids=["one rank", "all ranks"])
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=since_2_13)])
 def test_after_a_mistake_a_step_that_has_begun_before_it_sums_gradients_or_fails(session, kind, alike):
