@@ -48,7 +48,7 @@ _NCCL_REVOKES = (2, 28)
 _LOGS, _LOG_LEVEL, _FATAL = "libc10.so", "FLAGS_caffe2_log_level", 3
 # Hooks of programs have the numbers that torch gives them.
 _FORGETS = -1
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 # Above the numbers of all recoveries.
 _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
@@ -610,9 +610,9 @@ def note_backward() -> None:
     """
     global left_in_backward
     found: list[bool] = []
-    looks = threading.Thread(target=lambda: found.append(_is_left_in_backward()), daemon=True)
-    looks.start()
-    looks.join(_LOOK_SECONDS)
+    checking = threading.Thread(target=lambda: found.append(_is_left_in_backward()), daemon=True)
+    checking.start()
+    checking.join(_CHECK_SECONDS)
     left_in_backward = not found or found[0]
 
 

@@ -383,7 +383,6 @@ class Rank:
         pickling.remember_received_classes()
         with self._probed(dispatch):
             value = self._do(job, loaded) if self.orders.keep else self._do_to_the_end(job, loaded)
-        del loaded  # what has arrived, and the job has dropped, is gone with it
         # While an interrupt still ends the wait for a GPU.
         self.link.metrics.settle()
         self.link.finish_job()

@@ -502,14 +502,6 @@ OF_EACH_KIND: tuple[list[tuple[Any, ...]], ...] = (
         ("make_of", "a", "in a class", "d"),
         ("die_in_cell", 1, ("c", "a", "d"), (("{x} = {n} % 3", "c", 5, 1),), 2, "outside"),
     ],
-    # A cell drops what has come for it, which the notebook then changes.
-    [
-        ("look_at_them",),
-        ("make", "a", "list", "a"),
-        ("drop", "a"),
-        ("change", "a", 0),
-        ("die_in_cell", 0, ("a",), (), 0, "alone"),
-    ],
 )
 
 

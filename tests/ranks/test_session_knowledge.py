@@ -498,11 +498,6 @@ def test_a_rank_frees_what_its_cells_delete_and_gets_it_again(notebook):
     notebook.ranks("None")
     assert notebook.session.cell("seen() is None", namespace={}).values == [True, True]
     assert notebook.both("thing.parts") == [1]
-    notebook("came = [1]")
-    notebook.ranks("del came")
-    notebook("came.append(2)")
-    cell = notebook.ranks("came")
-    assert (list(cell.values), cell.warnings) == ([[1, 2]] * 2, ())
 
 
 def test_a_class_within_a_function_finds_the_notebooks_variables(notebook):

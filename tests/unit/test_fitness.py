@@ -92,6 +92,10 @@ UNFIT_AFTER_A_FAILURE = {
         but(SOUND, 1, tallies=(default(4, 4),)),
         "rank 1 no longer has group mesh_dp (nccl2)",
     ),
+    "a model is left in its backward": (
+        but(SOUND, 1, in_backward=True),
+        "a model was left within its backward pass, which the ranks forget together",
+    ),
 }
 
 
