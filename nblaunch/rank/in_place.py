@@ -72,11 +72,11 @@ _ddp_models = weakref.WeakKeyDictionary[DistributedDataParallel, int]()
 """DDP models, and their numbers in the order in which they were made."""
 _made = 0
 """The number of the next one."""
-_replaced = weakref.WeakKeyDictionary[DistributedDataParallel, list[Any]]()
-"""The reducers that DDP models had before they began again: a step may still be theirs."""
+_replaced = weakref.WeakKeyDictionary[DistributedDataParallel, Any]()
+"""The reducer of a DDP model's last forward, if the model has begun again since: a step may still be its."""
 
 left_in_backward = False
-"""Whether the last job has left a model within its backward pass; see `note_backward`."""
+"""Whether this job has left a model within its backward pass; see `note_backward`."""
 
 OwnGroups = Mapping[str, tuple[Sequence[int], Sequence[str]]]
 """What a rank tells the others of its groups, by name: their ranks, and the handles of its backends; empty if
@@ -545,7 +545,8 @@ def begin_again(model: DistributedDataParallel, buckets: Buckets) -> bool:
         model.__setstate__(model.__getstate__())
     except Exception:  # noqa: BLE001 - of torch: the model is named as one that is gone
         return False
-    _replaced.setdefault(model, []).append(before)
+    if _replaced.setdefault(model, before) is not before:
+        before._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls; it has seen no forward
     forget_at_next_step(model)
     return True
 
@@ -578,8 +579,8 @@ def _forget_reduction(model: DistributedDataParallel, *_: object) -> None:
     if not torch.is_grad_enabled():
         return
     model._forward_pre_hooks.pop(_FORGETS, None)  # noqa: SLF001 - as above
-    for before in _replaced.pop(model, ()):
-        before._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
+    if (before := _replaced.pop(model, None)) is not None:
+        before._remove_autograd_hooks()  # noqa: SLF001 - as above
     of_default = model.process_group is dist.group.WORLD
     if model.static_graph and of_default and not model._has_rebuilt_buckets:  # noqa: SLF001 - as above
         # What it has counted in its first step cannot be reset.
@@ -611,8 +612,9 @@ def note_backward() -> None:
     global left_in_backward
     found: list[bool] = []
     checking = threading.Thread(target=lambda: found.append(_is_left_in_backward()), daemon=True)
-    checking.start()
-    checking.join(_CHECK_SECONDS)
+    with contextlib.suppress(RuntimeError):  # the system refuses a thread: the group is formed again
+        checking.start()
+        checking.join(_CHECK_SECONDS)
     left_in_backward = not found or found[0]
 
 

@@ -409,6 +409,7 @@ class Rank:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
         self.phase, self.raised, self._began = messages.Phase.JOB, None, time.monotonic()
         self._unsaved = self._unsaved or not dispatch.query
+        in_place.left_in_backward = False
         # A query reports nothing: objects that the notebook refers to at this moment stay.
         self._names_reported, self._internal = dispatch.query, dispatch.internal
         if not dispatch.query:
