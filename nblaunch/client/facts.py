@@ -266,6 +266,11 @@ def _seen(result: RunResult) -> dict[str, Any]:
 
 
 def _values(by_rank: Mapping[int, float]) -> Any:
+    """Return each of few ranks' values; of many the least and the most.
+
+    >>> _values({rank: math.nan if rank == 9 else rank / 2 for rank in range(20)})
+    '0.0 (rank 0) to 9.5 (rank 19); not finite on rank 9'
+    """
     if len(by_rank) <= _FEW:
         return {format_ranks([rank]): in_json(value) for rank, value in sorted(by_rank.items())}
     finite = {rank: value for rank, value in by_rank.items() if math.isfinite(value)} or by_rank

@@ -624,7 +624,9 @@ def _is_left_in_backward() -> bool:
     FSDP2 would add the gradients that were not reduced to those of the next step. DDP would refuse it.
     """
     alive = [each for each in ddp_models() if each.process_group in distributed_c10d._world.pg_names]  # noqa: SLF001
-    return any(map(_has_unreduced, alive)) or any(map(_is_in_backward, _fsdp_roots()))
+    # Some forget it already, at their next step.
+    left = (each for each in alive if _FORGETS not in each._forward_pre_hooks)  # noqa: SLF001 - torch's own
+    return any(map(_has_unreduced, left)) or any(map(_is_in_backward, _fsdp_roots()))
 
 
 def _has_unreduced(model: DistributedDataParallel) -> bool:
