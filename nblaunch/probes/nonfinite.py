@@ -100,8 +100,8 @@ class NonFinite:
         self._hook: Any = None
         self._pending: deque[_Awaited] = deque()
         self._steps = 0
-        self._sent = self._left = False
-        """Whether gradients were sent since the last step, and some that were not finite were let pass."""
+        self._sent = 0
+        """How many elements of gradients have been checked in this backward pass, as they were sent."""
 
     def begin(self) -> None:
         self._hook = optimizers.register_optimizer_step_pre_hook(
@@ -139,7 +139,8 @@ class NonFinite:
         """Check what this rank is about to send."""
         tensors = [each for each in call.sent() if each.is_floating_point() or each.is_complex()]
         if tensors:
-            self._sent = self._sent or (self._in_backward > 0 and call.sums)
+            if self._in_backward and call.sums:
+                self._sent += sum(each.numel() for each in tensors)
             self._check(tensors, kind=_COLLECTIVE, words=call.form.name, infinite=call.sums)
 
     def _check_gradients(self, optimizer: Any) -> None:
@@ -148,11 +149,11 @@ class NonFinite:
         gradients = [
             each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None
         ]
+        sent, self._sent = self._sent, 0
         self._read(wait=True, before=self._steps)
-        sent, self._sent, self._left = self._sent and not self._left, False, False
-        # Also those that DDP has sent, and this rank has checked: the program may have changed them since.
-        if gradients:
-            self._check(gradients, kind=_GRADIENT, sent=sent)
+        # DDP has sent them all: each rank has checked its own part of the sum.
+        if gradients and sum(each.numel() for each in gradients) > sent:
+            self._check(gradients, kind=_GRADIENT, sent=sent > 0)
         self._steps += 1
 
     # --- checking ------------------------------------------------------------------------------------
@@ -218,10 +219,7 @@ class NonFinite:
             found = self._of_parameters(seen) if seen.kind == _GRADIENT or seen.in_backward else None
             if found is None:
                 found = self._of_tensors(seen) if seen.tensors else self._of_gone(seen, nan=nan)
-        if found is None:
-            return
-        if self._scaled(seen, found):
-            self._left = self._left or seen.in_backward
+        if found is None or self._scaled(seen, found):
             return
         text = _text(seen, found)
         if self._warn is None:

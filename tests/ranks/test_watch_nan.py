@@ -113,40 +113,6 @@ def test_however_gradients_are_kept_the_parameter_is_named(session, wrapped, val
     assert error.step == 3
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    sampled(
-        [
-            # Changed between the backward pass and the step, as by a division by their norm.
-            (
-                "",
-                "for each in ddp.parameters(): each.grad.mul_(NAN if bad else 1)",
-                "although what this rank has",
-            ),
-            # A scaler that is there, and is not used, deals with nothing.
-            ("scaler = torch.amp.GradScaler('cpu')", "model.bad = bad", "(4 of 16 elements), in step 2"),
-        ]
-    ),
-)
-def test_gradients_are_looked_at_again_after_they_were_sent(session, before, after, said):
-    source = f"""
-    {before}
-    model = Net()
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for number in range(3):
-        bad = rank == 1 and number == 1
-        ddp(torch.ones(2, 4)).pow(2).mean().backward()
-        {after}
-        optimizer.step()
-    """
-    rank, message, error, _ = found(session, source)
-    assert rank == 1
-    assert error.what.startswith("the gradient of model.layers.")
-    assert said in message
-    assert error.step == (2 if before else 1)
-
-
 @pytest.mark.quick
 def test_a_loss_is_named_by_its_variable_before_the_backward_pass(session):
     source = """
