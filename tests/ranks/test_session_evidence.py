@@ -408,6 +408,8 @@ def test_a_model_trains_on_as_if_an_interrupt_within_a_collective_had_not_been(
     kernel.ok("%distributed start -n 2 --grace 2")
     kernel.ok(STEPS)
     kernel.ok(f"%%distributed\n{BEGUN.format(repr(kind))}")
+    mistaken = kernel.submit("%%distributed\nfailing, alike = 'backward', True; step(model, opt, 3)").finish()
+    assert REFORMED in mistaken.text + mistaken.error.evalue + mistaken.error.traceback
     pending = kernel.submit(
         f"""
         %%distributed
@@ -415,7 +417,7 @@ def test_a_model_trains_on_as_if_an_interrupt_within_a_collective_had_not_been(
         def fail():
             pathlib.Path({str(waits)!r}).touch()
             time.sleep(1000)
-        failing = "backward"
+        failing, alike = "backward", False
         step(model, opt, 3)
         """
     )
